@@ -19,6 +19,7 @@ from megatron_zpp.config.counted import counted
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
 from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
+from megatron_zpp.parallel.failures.unlimited_wait import ended_by_failures
 from megatron_zpp.parallel.groups import end_world, nccl_backend, world_options
 from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
@@ -26,6 +27,7 @@ from megatron_zpp.parallel.launch import Launch
 PACKAGE = Path(__file__).parents[1]
 FAREWELL = timedelta(seconds=15)  # time to find out which rank failed, tell the others and end
 FAILURE_EXIT_CODE = 1
+CONNECTING = "connecting to the other ranks (GLOO_SOCKET_IFNAME names the network interface between hosts)"
 
 
 class StartupError(ValueError):
@@ -59,7 +61,12 @@ class World:
         self._reported: str | None = None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
         backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
-        with self._naming_lost_ranks("connecting to the other ranks"):
+        # Here gloo waits five times the timeout for a rank that has failed meanwhile.
+        limit_seconds = self.collective_timeout.total_seconds()
+        with (
+            self._naming_lost_ranks(CONNECTING),
+            ended_by_failures(self.check_others, limit_seconds, lambda why: self._end(f"{CONNECTING}: {why}")),
+        ):
             dist.init_process_group(
                 backend,
                 store=self._joined.part,
@@ -132,9 +139,12 @@ class World:
             raise RankLost(self.report_failure(f"{what}: {error}")) from None
 
     def _end_without_store(self) -> None:
-        """Ends this process, which may wait for the store in a call of torch without a limit."""
         self._failure_board.lose(f"has not answered for {self.collective_timeout.total_seconds():.0f} s")
-        print(f"[Rank {self.rank}] ended, because {self.report_failure('waiting for it')}", file=sys.stderr, flush=True)
+        self._end("waiting for it")
+
+    def _end(self, text: str) -> None:
+        """Ends this process from another thread, while a call of torch may wait without a limit."""
+        print(f"[Rank {self.rank}] ended, because {self.report_failure(text)}", file=sys.stderr, flush=True)
         os._exit(FAILURE_EXIT_CODE)
 
 

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from harness.patience import PATIENCE_SECONDS, wait_until
@@ -126,10 +127,14 @@ class Job:
         return self.state() in ENDED
 
     def is_running(self) -> bool:
-        """Whether the job runs. Slurm lets a requeued job wait for two minutes; this one is told to start."""
+        """Whether the job runs. Slurm lets a requeued job wait for two minutes; this one is told to start after some seconds.
+
+        Not at once: slurmd refuses credentials from the second in which it ended the job.
+        """
         facts = self.facts()
-        if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
-            self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        is_held_back = facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime"
+        if is_held_back and datetime.fromisoformat(facts["EligibleTime"]) > datetime.now() + timedelta(seconds=10):
+            self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now+3")
         return facts["JobState"] == "RUNNING"
 
     def outcome(self) -> tuple[str, str]:

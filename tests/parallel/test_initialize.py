@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import pickle
 from datetime import timedelta
+from threading import Event
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness.patience import PATIENCE_SECONDS
 from harness.places import ROOT
 from harness.rank_pool import RankPool
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.data_sources import parse_split
+from megatron_zpp.parallel import initialize
 from megatron_zpp.parallel.initialize import World, choose_device, gather_texts, is_mistake, joined_errors
 from megatron_zpp.parallel.launch import Launch, read_launch
 
@@ -85,6 +90,32 @@ def gather_texts_without_pickle() -> list[list[str]]:
 def test_texts_of_any_length_and_alphabet_cross_the_network_as_bytes(ranks: RankPool) -> None:
     expected = [[f"rank {rank}" for rank in range(4)], [*TEXTS[:2], "/data/\\udcff", TEXTS[3]], [""] * 4]
     assert ranks.run(2, 2, gather_texts_without_pickle) == [expected] * 4
+
+
+def how_a_rank_ends_while_rank_1_cannot_connect() -> str:
+    """What this rank says at its end. gloo is replaced: rank 0 waits in it forever, and rank 1 gets an error."""
+    ended, is_rank_0 = Event(), os.environ["RANK"] == "0"
+    before = initialize.dist.init_process_group, initialize.os._exit
+
+    def connect(*_: object, **__: object) -> None:
+        if not is_rank_0:
+            raise RuntimeError("connection refused")
+        assert ended.wait(PATIENCE_SECONDS)
+
+    initialize.dist.init_process_group, initialize.os._exit = connect, lambda code: ended.set()  # type: ignore[assignment]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=10))._pulse.stop()
+    except initialize.RankLost as error:
+        return str(error)
+    finally:
+        initialize.dist.init_process_group, initialize.os._exit = before
+    return said.getvalue()
+
+
+def test_a_rank_that_cannot_connect_ends_those_that_wait_for_it(ranks: RankPool) -> None:
+    first = f"rank 1: {initialize.CONNECTING}: connection refused"
+    assert ranks.run(1, 2, how_a_rank_ends_while_rank_1_cannot_connect) == [f"[Rank 0] ended, because {first}\n", first]
 
 
 def test_nothing_that_ranks_send_is_pickled() -> None:
