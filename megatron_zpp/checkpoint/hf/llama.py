@@ -1,7 +1,7 @@
 """Hugging Face's layouts of Llama (2 and 3), Mistral, Qwen2 and Qwen3: names and shapes of the weights, and the matching config.json.
 
 They differ in what attention has besides its weights: nothing, or biases everywhere (Llama); nothing (Mistral); biases of q, k and v
-(Qwen2); norms of every query and key head (Qwen3). They differ from our layout as follows (K groups of M = N / K query heads of D channels):
+(Qwen2); norms of every query and key head (Qwen3). Beside our layout (K groups of M = N / K query heads of D channels):
 
     here                                       Hugging Face
     embedding.word.weight [padded V, H]        model.embed_tokens.weight [V, H]
