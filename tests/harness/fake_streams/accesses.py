@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -75,6 +76,11 @@ class Accesses(TorchDispatchMode):
         self._sideless: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._found_late: RaceError | None = None  # by a finalizer, which cannot raise
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and what torch wraps around each call would take longer than the call."""
+        return False
+
     def __enter__(self) -> Accesses:
         _of_thread.accesses = self
         super().__enter__()
@@ -95,27 +101,24 @@ class Accesses(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        schema = func._schema
+        signature = _signature(func)
         reads: list[Tensor] = []
         writes: list[Tensor] = []
-        for index, argument in enumerate(schema.arguments):
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            alias = argument.alias_info
-            if alias is not None and not alias.is_write:
-                continue  # a view: only the description of the memory is read
-            (writes if alias is not None else reads).extend(_tensors(value))
-        outputs = [] if all(output.alias_info is not None for output in schema.returns) else list(_tensors(result))
+        for index, name, is_written in signature.arguments:
+            value = args[index] if index < len(args) else kwargs.get(name)
+            (writes if is_written else reads).extend(_tensors(value))
+        outputs = list(_tensors(result)) if signature.makes_memory else []
         if not reads and not writes and not outputs:
             return
-        if schema.name != "aten::copy_":
+        if signature.operation != "aten::copy_":
             self._take_sides([*reads, *writes], outputs)
         if all(self.machine.is_on_host(tensor) for tensor in (*reads, *writes)) and (reads or writes):
-            self._access_by_host(schema.name, reads, writes)
+            self._access_by_host(signature.operation, reads, writes)
             for tensor in outputs:
                 self.machine.put_on_host(tensor)
             return
-        self.access(schema.name, reads, [*writes, *outputs])
-        if schema.name in READS_ON_HOST or (schema.name == "aten::copy_" and self._blocks_host(*args, **kwargs)):
+        self.access(signature.operation, reads, [*writes, *outputs])
+        if signature.operation in READS_ON_HOST or (signature.operation == "aten::copy_" and self._blocks_host(*args, **kwargs)):
             self.machine.read(self.machine.current())
 
     def _take_sides(self, used: list[Tensor], made: list[Tensor]) -> None:
@@ -221,6 +224,28 @@ class Accesses(TorchDispatchMode):
         if block is not None:
             self._check_freed(block)
             block.allocated_on, block.write, block.reads = self.machine.current(), None, {}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the schema of an operation says. arguments: place and name of those that may be tensors, and whether they are written."""
+
+    operation: str
+    arguments: tuple[tuple[int, str, bool], ...]
+    makes_memory: bool
+
+
+@cache  # reading a schema takes longer than most operations
+def _signature(func: Any) -> Signature:
+    schema = func._schema
+    arguments = []
+    for index, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        is_viewed = alias is not None and not alias.is_write  # only the description of the memory is read
+        if "Tensor" in str(argument.type) and not is_viewed:
+            arguments.append((index, argument.name, alias is not None))
+    makes_memory = any(output.alias_info is None for output in schema.returns)
+    return Signature(schema.name, tuple(arguments), makes_memory)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
