@@ -130,11 +130,6 @@ class LinkCodes:
         """Whether a payload that came over one link crosses the other unchanged."""
         return self.inter == self.intra
 
-    @property
-    def any_mixes_neighbours(self) -> bool:
-        """Whether the error of a value spreads to its neighbours on at least one link."""
-        return self.inter.mixes_neighbours or self.intra.mixes_neighbours
-
     def in_world(self, topology: Topology) -> LinkCodes:
         """The codes to use on a ladder of this topology.
 

@@ -307,8 +307,8 @@ class ZeroEngine:
         refuse_changed(self.units)
         self._descents.finish()
         self._shared_gradients.combine()
-        for gradient in self.gradients:
-            gradient.clear_padding()
+        for descent in self._unit_descents:
+            descent.clear_padding()
         self._progress.end_mean()
 
     def update(

@@ -29,12 +29,6 @@ class UnitGradient:
         self.resting = Regions.of(self.total, layout.runs)
         self.primary = self.resting.slice_at(own)
         self.for_optimizer = self.resting if policy.optimizer is Rung.FULL else self.primary
-        self._smeared_paddings = tuple(layout.paddings(own_slice, 1)) if policy.gradient_codes.any_mixes_neighbours else ()
-
-    def clear_padding(self) -> None:
-        """Sets the padding of the own slice to zero. A rotation writes errors of neighbouring values there."""
-        for padding in self._smeared_paddings:
-            self.primary.range(padding.start, padding.stop).zero_()
 
 
 class Collector:

@@ -98,7 +98,7 @@ class FlatLayout:
     def paddings(self, first: int = 0, slices: int | None = None) -> Iterator[Range]:
         """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order.
 
-        No range spans the two regions. Padding holds zeros; where a rotation has written to it, UnitGradient.clear_padding restores them.
+        No range spans the two regions. Padding holds zeros; where a codec has written to it, UnitDescent.clear_padding restores them.
         """
         count = self.slices if slices is None else slices
         boundary, stop = count * self.runs.blocks, count * self.slice_numel

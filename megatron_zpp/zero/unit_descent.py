@@ -88,6 +88,12 @@ class UnitDescent:
             self._ladder.staging.give(self._mean_payloads)
         self._mean_payloads = None
 
+    def clear_padding(self) -> None:
+        """Sets the padding of the own slice to zero, if the codecs write errors of neighbouring values there."""
+        if self._codecs.any_mixes_neighbours:
+            for padding in self._gradient.layout.paddings(self._ladder.own_slice, 1):
+                self._gradient.primary.range(padding.start, padding.stop).zero_()
+
     def start_iteration(self, iteration: int) -> None:
         """Begins a step: none of its micro-batches has descended yet."""
         self._iteration = iteration

@@ -231,7 +231,7 @@ def test_codecs_say_whether_errors_spread_to_the_padding_and_they_do_then() -> N
 def test_the_codecs_of_two_links_mix_neighbours_if_one_of_them_does(inter: Code, intra: Code) -> None:
     codes = LinkCodes(inter, intra)
     codecs = LinkCodecs.of(codes, torch.float32, BLOCK)
-    assert codecs.any_mixes_neighbours == codes.any_mixes_neighbours == (codes != LinkCodes())
+    assert codecs.any_mixes_neighbours == (codes != LinkCodes())
 
 
 # ---- hops

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.code import Code
-from megatron_zpp.comm.codecs import BlockCodec, Codec, make_codec
+from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.codecs import BlockCodec, CastCodec, Codec, make_codec
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.zero.adam import AdamOptions
@@ -185,6 +186,35 @@ def test_codecs_come_from_the_factory_of_the_options() -> None:
 
     assert all(run_world((2, 1), program))
     assert set(asked) == {(Code(8), torch.float32, 32), (Code(4), torch.float32, 32)}
+
+
+class SmearingCodec(CastCodec):
+    """Its last hop leaves an error in every value of the blocks run, and so in padding."""
+
+    mixes_neighbours = True
+
+    def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
+        super().decode_mean_into(payloads, mean, accumulate=accumulate)
+        mean.blocks.add_(1.0)
+
+
+@pytest.mark.virtual
+def test_padding_of_gradients_is_zero_with_a_codec_of_ones_own_that_mixes_neighbours() -> None:
+    def program(backend: VirtualBackend) -> list[Tensor]:
+        options = replace(OPTIONS, make_codec=lambda code, dtype, block_numel: SmearingCodec(dtype))
+        engine = shard(tied(), ["embedding", "inner", "head"], options, backend=backend)
+        engine.backward(engine.module(torch.arange(4)).square().mean())
+        engine.finish_gradients()
+        found = [
+            gradient.primary.range(padding.start, padding.stop)
+            for gradient in engine.gradients
+            for padding in gradient.layout.paddings(engine.ladder.own_slice, 1)
+        ]
+        engine.close()
+        return found
+
+    paddings = [padding for of_rank in run_world((2, 1), program, takes_turns=False) for padding in of_rank]
+    assert paddings and not any(padding.any() for padding in paddings)
 
 
 # ---- bad input
