@@ -13,6 +13,7 @@ ABSMAX_BITS = (4, 8, WORKING_DTYPE_BITS)
 GAUSSIAN_BITS = (1, 2, 3, 4)
 GAUSSIAN_INTRA_BITS = 8
 GAUSSIAN_BLOCK = 256
+MOST_GAUSSIAN_PARTITIONS = 256  # whose codes a kernel decodes at a time (kMostSenders)
 DIFFERENCES = "--zero-quantized-weight-differences"
 
 
@@ -34,6 +35,7 @@ def check_resolved(config: Config, ranks: RankCounts) -> None:
     check_partition_divides_node(config, ranks)
     check_copy_is_kept(config, ranks)
     check_remaining_link_is_quantized(config, ranks)
+    check_partitions_of_gaussian_codes(config, ranks)
 
 
 def check_parallelism(config: Config) -> None:
@@ -100,6 +102,16 @@ def check_blocks_of_gaussian_codes(config: Config) -> None:
         raise FlagError(
             f"--quantization-block-size {zero.quantization_block_size} does not fit {names[0]}, which has blocks of {GAUSSIAN_BLOCK} "
             f"values; choose a multiple of {GAUSSIAN_BLOCK}."
+        )
+
+
+def check_partitions_of_gaussian_codes(config: Config, ranks: RankCounts) -> None:
+    names = [name for name, is_on in _gaussian_codes(config).items() if is_on]
+    partitions = ranks.data // partition_ranks(config, ranks.data_ranks_per_node)
+    if names and partitions > MOST_GAUSSIAN_PARTITIONS:
+        raise FlagError(
+            f"{' and '.join(names)} cannot be used with {partitions} partitions of {counted(ranks.data // partitions, 'rank')}, because "
+            f"Gaussian codes of at most {MOST_GAUSSIAN_PARTITIONS} are decoded together; choose --zeropp paper, or larger partitions."
         )
 
 

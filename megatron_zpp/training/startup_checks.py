@@ -33,6 +33,7 @@ from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import sharding_of
 
 VERSIONS, UNKNOWN = "versions", "unknown"
+GPU_FILES, HIDDEN_GPUS = "nvidia[0-9]*", ("", "-1", "NoDevFiles")  # in /dev; values of CUDA_VISIBLE_DEVICES
 # cuBLAS promises reproducible results for these values.
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Paths may be spelled differently on different machines.
@@ -80,6 +81,18 @@ def check_same_devices(world: World, hosts: Sequence[str]) -> None:
             f"no GPU is found by {ranks_in_words(lacking)} on {first_of(hosts[rank] for rank in lacking)}, and the other ranks have GPUs; "
             "see what nvidia-smi and torch.cuda.is_available() say there, or give every rank --distributed-backend gloo to train on CPUs."
         )
+
+
+def about_unused_gpus(config: Config, device: torch.device, devices: Path = Path("/dev")) -> str:
+    """A warning if the run is on CPUs, this machine has GPUs of NVIDIA, and neither a flag nor the environment says that this is meant."""
+    is_meant = config.distributed.distributed_backend == "gloo" or os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN_GPUS
+    if device.type != "cpu" or is_meant or not any(devices.glob(GPU_FILES)):
+        return ""
+    why = f"finds none with its CUDA {torch.version.cuda}, perhaps for want of a newer driver" if torch.version.cuda else "has no CUDA"
+    return (
+        f"WARNING: the run is on CPUs although this machine has GPUs, because torch {torch.__version__} {why}; "
+        "give --distributed-backend gloo if this is meant."
+    )
 
 
 def use_deterministic_kernels() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
+from megatron_zpp.config.rules_zero import MOST_GAUSSIAN_PARTITIONS
 from megatron_zpp.config.schema import Config
 
 RUN = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --train-iters 4 --lr 1e-3"
@@ -51,6 +53,15 @@ def test_a_broken_rule_names_flag_value_and_remedy(flags: str, words: list[str])
         resolved(flags)
     text = str(error.value)
     assert all(word in text for word in words) and text.endswith("."), text
+
+
+@pytest.mark.parametrize("flags", [f"--zero-stage 2 {DIFFERENCES}", f"--zero-stage 3 {GAUSSIAN}", "--zeropp lean"])
+def test_gaussian_codes_cross_between_as_many_partitions_as_a_kernel_decodes(flags: str) -> None:
+    header = (ROOT / "csrc" / "gaussian" / "cuda" / "launchers.h").read_text(encoding="utf-8")
+    assert f"kMostSenders = {MOST_GAUSSIAN_PARTITIONS};" in header
+    assert resolved(f"{flags} --global-batch-size 512", (512, 2)).zero.zero_stage >= 2
+    with pytest.raises(FlagError, match=r"cannot be used with 257 partitions of 2 ranks.*at most 256.*choose --zeropp paper"):
+        resolved(f"{flags} --global-batch-size 514", (514, 2))
 
 
 def test_nodes_of_one_rank_keep_no_divided_copy_and_stage_2_is_the_remedy() -> None:

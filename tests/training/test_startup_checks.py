@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -63,3 +64,32 @@ def test_ranks_that_find_no_gpu_where_others_do_are_named_with_their_hosts(own: 
 def test_ranks_of_one_kind_of_device_may_start(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_checks, "gather_texts", lambda kind: [kind] * 4)
     startup_checks.check_same_devices(cast(World, SimpleNamespace(device=torch.device(own))), ["a", "a", "b", "b"])
+
+
+@pytest.mark.parametrize(
+    ("files", "backend", "visible", "device", "is_warned"),
+    [
+        (["nvidia0", "nvidiactl"], None, None, "cpu", True),
+        (["nvidia0"], None, "0", "cpu", True),
+        (["nvidia0"], "gloo", None, "cpu", False),
+        (["nvidia0"], None, "", "cpu", False),
+        (["nvidiactl"], None, None, "cpu", False),
+        (["nvidia0"], None, None, "cuda", False),
+    ],
+)
+def test_a_run_on_cpus_beside_gpus_warns_unless_it_was_asked_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: list[str],
+    backend: str | None,
+    visible: str | None,
+    device: str,
+    is_warned: bool,
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    line = startup_checks.about_unused_gpus(Config().with_values(distributed_backend=backend), torch.device(device), tmp_path)
+    assert ("WARNING: the run is on CPUs although this machine has GPUs" in line) == bool(line) == is_warned
