@@ -51,15 +51,12 @@ for word in "$@"; do
     esac
 done
 
-# Without the file that names the latest checkpoint, the run would start from scratch.
-if [[ ! -e "$SAVE/latest_checkpointed_iteration.txt" && " $* " != *" --load-last-good-checkpoint "* ]]; then
-    newest=""
+# A job that was killed in its first save may have left no file that names the latest checkpoint. Its run would start from scratch.
+LAST_GOOD=()
+if [[ ! -e "$SAVE/latest_checkpointed_iteration.txt" ]]; then
     for folder in "$SAVE"/iter_*; do
-        [[ ! "${folder##*/}" =~ ^iter_[0-9]+$ ]] || newest="${folder##*/}"
+        [[ ! "${folder##*/}" =~ ^iter_[0-9]+$ ]] || LAST_GOOD=(--load-last-good-checkpoint)
     done
-    [[ -z "$newest" ]] ||
-        stop "$SAVE holds $newest but no latest_checkpointed_iteration.txt, so the run would start from scratch; write the iteration to go" \
-            "on from into this file, add --load-last-good-checkpoint, or name an empty folder."
 fi
 
 # MODEL names a file of scripts/models; without it, the arguments must have the shape of the model.
@@ -81,6 +78,7 @@ RUN_ARGS=(
     --train-iters "$TRAIN_ITERS"
     --save "$SAVE"
     --load "$SAVE"
+    ${LAST_GOOD[@]+"${LAST_GOOD[@]}"}
     ${SAVE_INTERVAL[@]+"${SAVE_INTERVAL[@]}"}
     --keep-last 3
     --exit-signal-handler

@@ -100,7 +100,8 @@ def naming(what: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise RuntimeError(
-            f"{what}: the collective failed, because a rank or its link is gone, or slower than --distributed-timeout-minutes: {error}"
+            f"{what}: the collective failed, because a rank or its link is gone, or slower than the timeout "
+            f"(--distributed-timeout-minutes, or that of shard()): {error}"
         ) from error
 
 

@@ -148,18 +148,14 @@ def test_a_flag_that_contradicts_what_the_queue_goes_by_is_refused(tmp_path: Pat
     assert not fakes.calls("srun")
 
 
-@pytest.mark.parametrize(
-    "folder, flags, code",
-    [("iter_0000040", "", 2), ("iter_0000040.tmp-ab12", "", 0), ("iter_0000040", "--load-last-good-checkpoint", 0)],
-)
-def test_checkpoints_of_which_none_is_the_latest_are_refused_because_the_job_would_begin_anew(
-    tmp_path: Path, folder: str, flags: str, code: int
-) -> None:
+@pytest.mark.parametrize("folder, loads_last_good", [("iter_0000040", True), ("iter_0000040.tmp-ab12", False)])
+def test_a_job_goes_on_from_checkpoints_of_which_none_is_named_as_the_latest(tmp_path: Path, folder: str, loads_last_good: bool) -> None:
     fakes = cluster(tmp_path)
     (tmp_path / "saved" / folder).mkdir(parents=True)
-    done = fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), *FLAGS, *flags.split(), **job(tmp_path, SAVED="50"))
-    assert done.returncode == code
-    assert (f"{tmp_path / 'saved'} holds iter_0000040 but no latest_checkpointed_iteration.txt" in done.stderr) is (code == 2)
+    done = fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), *FLAGS, **job(tmp_path, SAVED="50"))
+    assert done.returncode == 0, done.stderr
+    config = run_of(fakes.calls("python")[0].words, Launch(0, 4, 0, 2))
+    assert config.checkpoint.load_last_good_checkpoint is loads_last_good
 
 
 @pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])
