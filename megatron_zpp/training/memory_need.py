@@ -9,7 +9,7 @@ from typing import Protocol
 from megatron_zpp.config.schema import CheckpointConfig, Config
 from megatron_zpp.model.activations import ActivationNeed, activation_need, mask_bytes
 from megatron_zpp.model.block_memory import AttentionNeed, RankShare
-from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptNeed, kept_need
+from megatron_zpp.model.kept_need import KeptNeed, kept_need
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.training.sharding import kept_shape
@@ -42,11 +42,11 @@ class MemoryNeed:
 
     plan: MemoryPlan
     at_peaks: ActivationNeed
-    save_copy: int = 0
-    is_on_gpu: bool = False
-    device: DeviceMemory = NO_DEVICE
-    kept_inputs: KeptNeed = NOTHING_KEPT
-    sharing: int = 0
+    save_copy: int
+    is_on_gpu: bool
+    device: DeviceMemory
+    kept_inputs: KeptNeed
+    sharing: int
 
     @property
     def total(self) -> int:
