@@ -69,7 +69,7 @@ class Joining:
     Raises ValueError if the checkpoint lacks a parameter, has one that the model lacks, or has one of another shape.
     """
 
-    def __init__(self, source: Source, model: ModelConfig, rows: int | None, padding: int) -> None:
+    def __init__(self, source: Source, model: ModelConfig, rows: int | None = None, padding: int = 1) -> None:
         self.source, self.model = source, model
         self.stored_rows = sum(rank[WORD].shape[0] for rank in source.ranks if WORD in rank and rank[WORD].shape)
         self.rows = self.stored_rows if rows is None else rows
