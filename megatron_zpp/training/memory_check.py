@@ -1,4 +1,4 @@
-"""Compares the memory that each rank needs with the available memory; what does not fit is refused, with the smallest world that fits."""
+"""Refuses a run that does not fit into the available memory, and names the smallest world that fits."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
     return MemoryNeed(
         plan,
         _activations(config, model, grid, sharding.element_bytes, is_on_gpu=is_on_gpu),
-        save_copy_bytes(config, model, sharding, grid),
+        _save_copy_bytes(config, model, sharding, grid),
         is_on_gpu,
         device,
         _kept_inputs(config, grid, sharding.element_bytes, is_on_gpu=is_on_gpu),
@@ -192,7 +192,7 @@ def shared_on_rank(unit_specs: Sequence[UnitSpec], sharding: Sharding, grid: Gri
     return most_shared_numel(layouts, sharding.policy.in_world(grid.ladder).optimizer.slices(grid.ladder))
 
 
-def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid: Grid) -> int:
+def _save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid: Grid) -> int:
     """Bytes that --async-save copies on one rank at most: what `saved_bytes` counts, of its primary slices."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save:
