@@ -20,7 +20,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.monitor.lasting_stream import tell_lost_lines, use_lasting_streams
 from megatron_zpp.monitor.logging import RankPrinter
-from megatron_zpp.parallel.failures.launcher_watch import LauncherWatch
+from megatron_zpp.parallel.failures.launcher_watch import FAILURE_EXIT_CODE, LauncherWatch
 from megatron_zpp.parallel.launch import Launch, is_launched, read_job, read_launch
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from megatron_zpp.training.save_lock import SaveLock
     from megatron_zpp.training.writers import Writers
 
-FAILURE_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
 

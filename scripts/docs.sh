@@ -26,10 +26,8 @@ for argument in "$@"; do
     esac
 done
 
-readonly PORT="${PORT:-8000}"
-if ! [[ "$PORT" =~ ^[1-9][0-9]{0,4}$ ]] || ((PORT > 65535)); then
-    stop "PORT=$PORT is not a port; choose 1 to 65535."
-fi
+PORT="${PORT:-8000}"
+require_number PORT 1 65535
 prepare_environment "$use_venv" requirements-docs.txt
 python docs/api_pages.py
 rm -rf site

@@ -19,7 +19,6 @@ import sentencepiece
 
 from megatron_zpp.data.preprocess.document_encoder import read_texts
 from megatron_zpp.data.preprocess.json_lines import (
-    LONGEST_LINE_BYTES,
     STANDARD_INPUT,
     Position,
     count_text_bytes,
@@ -91,7 +90,7 @@ def _sentences(texts: Sequence[str]) -> Iterator[str]:
     return (part for text in texts for line in text.splitlines() for part in line.split("\t") if part)
 
 
-def spread_texts(paths: Sequence[str], key: str, max_bytes: int, longest_line_bytes: int = LONGEST_LINE_BYTES) -> Iterator[str]:
+def spread_texts(paths: Sequence[str], key: str, max_bytes: int, longest_line_bytes: int) -> Iterator[str]:
     """The texts in files of JSON lines. If they have more than max_bytes, about max_bytes of evenly spread texts."""
     stride = max(1, -(-count_text_bytes(paths) // max_bytes))
     count = first_line = 0

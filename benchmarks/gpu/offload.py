@@ -23,7 +23,7 @@ from megatron_zpp.comm.code import Runs
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.host_link import HostLink
 from megatron_zpp.comm.streams import CudaStreams
-from megatron_zpp.monitor.memory import max_memory_bytes
+from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.training.host_threads import own_cores
 from megatron_zpp.zero.state_bytes import StateBytes
 
@@ -132,7 +132,7 @@ def train(outcome: Outcome, place: Place, flags: str) -> Trained:
         f"states hold {states.device:,} bytes on the device and {states.host:,} on the host as planned",
         holds=(states.device, states.host) == (plan.states, plan.host.states),
     )
-    peak, planned = max_memory_bytes(place.device), session.need.beside(session.need.device).total
+    peak, planned = read_memory(place.device).max_allocated_bytes, session.need.beside(session.need.device).total
     if place.is_gpu:
         pinned = session.engine.ladder.host_link.pinned_bytes
         outcome.check(f"{pinned:,} bytes of the host are pinned as planned", holds=pinned == plan.host.pinned)

@@ -13,7 +13,7 @@ from gpu.deadline import Deadline
 from gpu.files import read_json
 from gpu.outcome import NotDone, Outcome
 from gpu.rank_processes import ONE_GPU_EACH, Ended, in_words, ran_out_of_time, run_ranks
-from gpu.training import CPU_SHAPE, FLAGS, GPU_SHAPE
+from gpu.training import FLAGS, GPU_SHAPE
 
 MOST_RANKS = 8
 CTA_LIMITS = ("", "4", "8", "16")  # of NCCL_MAX_CTAS; empty: NCCL's own choice
@@ -43,11 +43,6 @@ def measure(time: Deadline, outcome: Outcome, world_size: int, flags: str, limit
             continue
         outcome.measure(**{name: found})
         outcome.say(*_lines(name, found))
-
-
-def tiny_flags() -> str:
-    """Of a model that a CPU trains."""
-    return f"{CPU_SHAPE} {FLAGS}"
 
 
 def _measured(time: Deadline, world_size: int, flags: str, environment: dict[str, str]) -> tuple[Any, list[Ended]]:

@@ -25,7 +25,7 @@ from gpu.session import RankPlace, Session
 from gpu.stalls import MeasuredStreams
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
-from megatron_zpp.monitor.memory import max_memory_bytes
+from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.observer import StepObserver
 from megatron_zpp.monitor.timers import NEVER_RAN, TIMER_NAMES, Timers, clock_of
 from megatron_zpp.training.hardware import peak_teraflops
@@ -197,7 +197,8 @@ def _check_memory(outcome: Outcome, session: Session, place: Place) -> None:
     states, plan = session.engine.state_bytes().device, session.need.plan
     session.engine.update(learning_rate=1e-4)
     outcome.check(f"model states hold {states:,} bytes as planned ({plan.states:,})", holds=states == plan.states)
-    peak, planned = max_memory_bytes(place.device), session.need.beside(session.need.device).total  # what torch's allocator gives
+    peak = read_memory(place.device).max_allocated_bytes
+    planned = session.need.beside(session.need.device).total  # what torch's allocator gives
     outcome.measure(model_state_bytes=states, planned_total_bytes=planned, peak_bytes=peak, plan=str(session.need))
     if not place.is_gpu:
         return

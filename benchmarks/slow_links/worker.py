@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.monitor.memory import max_memory_bytes
+from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.parallel.initialize import World, choose_device
 from megatron_zpp.parallel.launch import read_launch
 from slow_links.configurations import DEEPSPEEDS, FSDP2
@@ -121,7 +121,7 @@ class Rank:
         return {"held_bytes": _resident_bytes()}
 
     def peak(self) -> dict[str, Any]:
-        return {"peak_bytes": max_memory_bytes(self._world.device)}
+        return {"peak_bytes": read_memory(self._world.device).max_allocated_bytes}
 
     def end(self) -> dict[str, Any]:
         for training in self._trainings.values():

@@ -11,7 +11,6 @@ DIR/iter_0000100.removed-TOKEN/            being deleted
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from megatron_zpp.checkpoint.durable import rename_durably, write_durably
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_complete, is_whole
 from megatron_zpp.checkpoint.other_programs import foreign_checkpoint
 from megatron_zpp.config.outside import OutsideFile
+from megatron_zpp.monitor.file_lock import try_lock
 from megatron_zpp.monitor.owner import own_token
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
@@ -214,15 +214,10 @@ def delete_checkpoint(folder: Path, token: str) -> bool:
 
 
 def _move_aside(folder: Path, removed: Path) -> bool:
-    """Renames a checkpoint unless a process is reading it; returns whether it did."""
-    manifest = (folder / MANIFEST_FILE).open("r+b")
-    with manifest:
-        try:
-            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    """Renames a checkpoint unless a process is reading it, which cannot be seen without locks; returns whether it did."""
+    with (folder / MANIFEST_FILE).open("r+b") as manifest:
+        if not try_lock(manifest):
             return False
-        except OSError:
-            pass  # a file system without locks, so readers cannot be detected
         rename_durably(folder, removed)
     return True
 

@@ -34,7 +34,7 @@ class TensorLink(GroupLink):
 
     def gather(self, own: Tensor, category: Category | None = None) -> Tensor:
         """[T, *own.shape]: `own` of every rank, all of one shape."""
-        operation, output = self._gathering(own, category)
+        operation, output = self._gathering(own, category or self._category)
         self._runner.run(operation)
         return output
 
@@ -50,9 +50,9 @@ class TensorLink(GroupLink):
         self._runner.run(operation)
         return result()
 
-    def start_gather(self, own: Tensor, category: Category | None = None) -> Pending:
+    def start_gather(self, own: Tensor) -> Pending:
         """The same as `gather`; nothing may write to `own` before its end."""
-        operation, output = self._gathering(own, category)
+        operation, output = self._gathering(own, self._category)
         return self._start(operation, lambda: output)
 
     def start_sum_scattered(self, values: Tensor) -> Pending:
@@ -65,10 +65,10 @@ class TensorLink(GroupLink):
         operation, result = self._summing(values)
         return self._start(operation, result)
 
-    def _gathering(self, own: Tensor, category: Category | None) -> tuple[Operation, Tensor]:
+    def _gathering(self, own: Tensor, category: Category) -> tuple[Operation, Tensor]:
         sent = own.detach().contiguous()
         output = sent.new_empty((self.ranks, *sent.shape))
-        return Operation((self._gather_stage(sent, output, category or self._category),)), output
+        return Operation((self._gather_stage(sent, output, category),)), output
 
     def _summing_parts(self, values: Tensor) -> tuple[Operation, Tensor]:
         rows = values.shape[0]

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.options import spelling_of
+from megatron_zpp.config.flag import FlagError, spelling_of
 from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.schema import DataConfig
 

@@ -124,8 +124,8 @@ class Needs:
     """
 
     condition: Condition
-    what: str = ""
-    instead: str = ""
+    what: str
+    instead: str
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_zpp.config.batch_schedule import BatchSchedule, Ramp, horizons, length_in_samples, read_ramp, read_steps
 from megatron_zpp.config.counted import counted
-from megatron_zpp.config.data_sources import SPLITS, read_sources
+from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, divisors, spelling_of, whole_number
 from megatron_zpp.config.ranks import groups_of
 from megatron_zpp.config.schema import Config
@@ -135,7 +135,7 @@ def check_validation_sets(config: Config) -> None:
         if not data.names_corpora:
             raise FlagError(f"{flag} needs validation data; give --data-path, or --train-data-path and --valid-data-path.")
         sources = read_sources(data)
-        blend = sources.common or sources.by_split.get(SPLITS[1])
+        blend = sources.common or sources.by_split.get("valid")
         if blend is None:
             raise FlagError(f"{flag} needs validation data; give --valid-data-path.")
         if blend.weights is not None:

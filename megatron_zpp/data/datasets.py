@@ -59,22 +59,17 @@ def count_samples(*, train_samples: int, train_iters: int, eval_interval: int, e
 
 
 def build_datasets(data: DataConfig, request: DataRequest, progress: ProgressPrinter = SILENT) -> Datasets:
-    """The datasets of a run, each with the samples that `request` asks for.
+    """The datasets of a run, each with the samples that `request` asks for. data: of a resolved configuration.
 
     A validation or test split without tokens is left out, and a message says so. Every rank must call this. Ranks that share a cache folder
     build an index once; `progress` prints while a build takes long.
     Raises ValueError for unusable files, an unusable --split, or a training split without tokens.
     """
-    sources = read_sources(data)
-    if data.mock_data and data.names_corpora:
-        raise ValueError("--mock-data and --data-path exclude each other; leave one of them out.")
     rules = DocumentRules(request.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     if data.mock_data:
         return _mock_datasets(request, rules)
-    if not data.names_corpora:
-        raise ValueError("Neither --data-path nor --mock-data is given; give one of them.")
     order = SampleOrder(request.seq_length, request.seed, _cache_path(data))
-    return CorpusSet(data, sources, order, progress).datasets(request, rules)
+    return CorpusSet(data, read_sources(data), order, progress).datasets(request, rules)
 
 
 def cache_folder(data: DataConfig, source: IndexedDataset) -> Path:

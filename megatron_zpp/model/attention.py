@@ -32,9 +32,7 @@ class Attention(nn.Module):
     rows. See model/shapes.py.
     """
 
-    def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None = None, context: ContextLink | None = None
-    ) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None, context: ContextLink | None) -> None:
         super().__init__()
         config = shape.config
         self.head_channels = config.kv_channels

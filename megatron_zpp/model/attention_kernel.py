@@ -44,12 +44,12 @@ class HeadShape:
     backend: str = "auto"
 
 
-def queries_per_group(config: ModelConfig, head_ranks: int = 1) -> int:
+def queries_per_group(config: ModelConfig, head_ranks: int) -> int:
     """The query heads that share a key and value head on one of `head_ranks` ranks, among which the heads are divided."""
     return config.num_attention_heads // max(config.key_value_heads, head_ranks)
 
 
-def head_shape_of(config: ModelConfig, dtype: torch.dtype, head_ranks: int = 1) -> HeadShape:
+def head_shape_of(config: ModelConfig, dtype: torch.dtype, head_ranks: int) -> HeadShape:
     """The heads of a model that computes in `dtype`, on one of `head_ranks` ranks: tensor ranks times context ranks."""
     return HeadShape(
         dtype,

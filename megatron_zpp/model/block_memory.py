@@ -90,7 +90,7 @@ class BlockMemory:
     config: ModelConfig
     share: RankShare
     attention: AttentionNeed
-    is_on_gpu: bool = False
+    is_on_gpu: bool
 
     @property
     def tokens(self) -> int:

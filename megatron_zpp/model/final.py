@@ -22,7 +22,7 @@ from megatron_zpp.tensor_parallel.vocabulary import DividedRows
 class Final(nn.Module):
     """Final norm, output projection and loss; it has a head of its own only if the output is untied."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None) -> None:
         super().__init__()
         config = shape.config
         self.tensor = tensor

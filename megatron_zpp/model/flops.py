@@ -79,7 +79,7 @@ def projection_share(config: ModelConfig) -> float:
     return 2 * config.heads_width * config.hidden_size * config.seq_length / block
 
 
-def recomputes_logits(config: ModelConfig, micro_batch_size: int, context_ranks: int = 1) -> bool:
+def recomputes_logits(config: ModelConfig, micro_batch_size: int, context_ranks: int) -> bool:
     """Whether backward computes the logits of a micro-batch of so many samples again, of which a rank has a part of the tokens."""
     return has_chunks(micro_batch_size * config.seq_length // context_ranks, config.loss_chunk_tokens)
 

@@ -22,7 +22,7 @@ from megatron_zpp.tensor_parallel.context import TensorParallel
 class MLP(nn.Module):
     """Linear, activation, linear. The activation is GELU, squared ReLU, or SwiGLU; for SwiGLU `up` has twice the rows."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None) -> None:
         super().__init__()
         self.activation = activation_of(shape.config)
         self.up = make_linear(shape, up_role(shape.config), dtype, tensor)  # weight: [F, H] or [2 F, H]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.ops.dropout import KEYS, Gaps, mask_start
+from megatron_zpp.ops.reference import UINT64, splitmix64
 from megatron_zpp.tensor_parallel.context import TensorParallel
-
-MASK_64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,11 @@ class UnitRandomness:
         return seeded_random(device, self.seed, first_sample, self.unit_index, *of_tensor_rank, *of_context_rank)
 
 
-def splitmix64(value: int) -> int:
-    """The splitmix64 output for the state `value` (Steele, Lea, Flood, OOPSLA 2014): 64 bits; each depends on all bits of `value`."""
-    value = (value + 0x9E3779B97F4A7C15) & MASK_64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return value ^ (value >> 31)
-
-
 def mixed(*values: int) -> int:
     """64 bits that depend on all bits of all values, and on their order."""
     result = 0
     for value in values:
-        result = splitmix64(result ^ (value & MASK_64))
+        result = splitmix64(result ^ (value & UINT64))
     return result
 
 

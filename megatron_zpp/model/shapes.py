@@ -103,8 +103,15 @@ class ModelShape:
         return tuple(UnitSpec(unit, tuple(params(modules))) for unit, modules in self._units())
 
     def uses(self) -> tuple[Use, ...]:
-        """The uses of the model: see `uses_of`."""
-        return uses_of(self.config)
+        """The module calls of one forward in order, with the units that each reads. The first and the last read a tied embedding."""
+        config = self.config
+        output_unit = "head" if config.untie_embeddings_and_output_weights else "embedding"
+        chunk_of = {block: number for number, chunk in enumerate(recomputed_chunks(config)) for block in chunk}
+        return (
+            Use("embedding", ("embedding",), needs_weights_in_backward=False),
+            *(Use(f"blocks.{index}", (f"block.{index}",), True, chunk_of.get(index)) for index in range(config.num_layers)),
+            Use("final", ("final_norm", output_unit), needs_weights_in_backward=True),
+        )
 
     def _units(self) -> Iterator[tuple[str, list[tuple[str, Role]]]]:
         """Each unit with the path and the role of its modules that have parameters, in order."""
@@ -147,17 +154,6 @@ class ModelShape:
         if role in (Role.NORM, Role.HEAD_NORM):
             return self.config.normalization == "LayerNorm"
         return self.config.has_qkv_bias if role is Role.QKV else self.config.has_linear_bias
-
-
-def uses_of(config: ModelConfig) -> tuple[Use, ...]:
-    """The module calls of one forward in order, with the units that each reads. The first and the last read a tied embedding."""
-    output_unit = "head" if config.untie_embeddings_and_output_weights else "embedding"
-    chunk_of = {block: number for number, chunk in enumerate(recomputed_chunks(config)) for block in chunk}
-    return (
-        Use("embedding", ("embedding",), needs_weights_in_backward=False),
-        *(Use(f"blocks.{index}", (f"block.{index}",), True, chunk_of.get(index)) for index in range(config.num_layers)),
-        Use("final", ("final_norm", output_unit), needs_weights_in_backward=True),
-    )
 
 
 def up_role(config: ModelConfig) -> Role:

@@ -42,11 +42,6 @@ def read_memory(device: torch.device) -> MemoryReading:
     return MemoryReading(*(statistics.get(kind, 0) for kind in kinds))
 
 
-def max_memory_bytes(device: torch.device) -> int:
-    """The peak of allocated memory, or of the resident set."""
-    return read_memory(device).max_allocated_bytes
-
-
 def memory_line(rank: int, iteration: int, reading: MemoryReading) -> str:
     """Megatron's memory line, in MiB; with the `reserved` fields only on CUDA."""
     fields = {
@@ -61,16 +56,16 @@ def memory_line(rank: int, iteration: int, reading: MemoryReading) -> str:
 
 def resident_bytes(status_file: Path) -> int:
     """VmRSS of a Linux process status file. Without such a file the maximum, because getrusage reports nothing else."""
-    return _kilobytes_in(status_file, "VmRSS") or _max_resident_by_getrusage()
+    return _bytes_in(status_file, "VmRSS") or _max_resident_by_getrusage()
 
 
 def max_resident_bytes(status_file: Path) -> int:
     """VmHWM of a Linux process status file. Without such a file, the maximum resident set that getrusage reports for this process."""
-    return _kilobytes_in(status_file, "VmHWM") or _max_resident_by_getrusage()
+    return _bytes_in(status_file, "VmHWM") or _max_resident_by_getrusage()
 
 
-def _kilobytes_in(status_file: Path, name: str) -> int | None:
-    """The number of bytes in the line `name: 12 kB`."""
+def _bytes_in(status_file: Path, name: str) -> int | None:
+    """The number of bytes in the line `name: 12 kB`; None if there is no such line."""
     if not status_file.exists():
         return None
     found = re.search(rf"^{name}:\s*(\d+) kB$", status_file.read_text(), re.MULTILINE)

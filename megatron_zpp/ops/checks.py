@@ -11,9 +11,13 @@ NOISE_KEYS = 2**63
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_values(name: str, values: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_dtype(name: str, values: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if values.dtype not in dtypes:
         raise ValueError(f"{name} is {values.dtype}; expected {' or '.join(str(dtype) for dtype in dtypes)}.")
+
+
+def check_values(name: str, values: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    check_dtype(name, values, dtypes)
     if values.dim() != 2:
         raise ValueError(f"{name} has shape {list(values.shape)}; expected [slices, run].")
     check_inner_dim(name, values)

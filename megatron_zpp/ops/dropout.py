@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops import dropout_reference, extension
-from megatron_zpp.ops.checks import VALUE_DTYPES
+from megatron_zpp.ops.checks import VALUE_DTYPES, check_dtype
 
 KEYS = 2**63
 WORDS = 2**32
@@ -45,8 +45,7 @@ def dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
     values: fp32, bf16 or fp16. start: of mask_start; the elements of `values`, row by row, have its index and those after it, but for gaps.
     Raises ValueError for another dtype, and for a p that is not at least 0 and below 1.
     """
-    if values.dtype not in VALUE_DTYPES:
-        raise ValueError(f"values is {values.dtype}; expected {' or '.join(str(dtype) for dtype in VALUE_DTYPES)}.")
+    check_dtype("values", values, VALUE_DTYPES)
     if not 0 <= p < 1:
         raise ValueError(f"p is {p}; expected a probability of at least 0 and below 1.")
     dropped: Tensor = torch.ops.megatron_zpp.dropout(values, start, p)

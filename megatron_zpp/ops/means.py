@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops import extension, reference
-from megatron_zpp.ops.quantization import VALUE_DTYPES
+from megatron_zpp.ops.checks import VALUE_DTYPES, check_dtype, check_inner_dim, check_same_device
 
 
 def mean_values(members: Tensor, mean: Tensor, *, accumulate: bool) -> None:
@@ -20,18 +20,15 @@ def mean_values(members: Tensor, mean: Tensor, *, accumulate: bool) -> None:
     mean: fp32, or of the dtype of `members`, to which the fp32 mean is rounded; then it is only written. The inner dim of both is
     contiguous. Raises ValueError for anything else, naming what it found and what it expected.
     """
-    if members.dtype not in VALUE_DTYPES:
-        raise ValueError(f"members is {members.dtype}; expected {' or '.join(str(dtype) for dtype in VALUE_DTYPES)}.")
+    check_dtype("members", members, VALUE_DTYPES)
     if mean.dtype not in (torch.float32, members.dtype):
         raise ValueError(f"mean is {mean.dtype}; expected torch.float32 or {members.dtype}, as members.")
     if accumulate and mean.dtype != torch.float32:
         raise ValueError(f"mean is {mean.dtype}; expected torch.float32, because the mean is added to it.")
     if members.dim() != 3 or members.shape[0] == 0 or members.shape[1:] != mean.shape:
         raise ValueError(f"members has shape {list(members.shape)}; expected [at least one member, {', '.join(map(str, mean.shape))}].")
-    for name, values in (("members", members), ("mean", mean)):
-        if values.shape[-1] > 1 and values.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {list(values.stride())}; expected a contiguous inner dim.")
-    if members.device != mean.device:
-        raise ValueError(f"members on {members.device}, mean on {mean.device}; expected one device.")
+    check_inner_dim("members", members)
+    check_inner_dim("mean", mean)
+    check_same_device(members=members, mean=mean)
     ops = torch.ops.megatron_zpp if extension.has_kernels_for(mean.device.type) else reference
     ops.mean_values(members, mean, accumulate)

@@ -128,13 +128,17 @@ def pair_hashes(key: int, pairs: Tensor) -> Tensor:
 
 
 def key_words(key: int) -> tuple[int, int]:
-    """The low and the high half of the mixed key. Mixing is the step of SplitMix64 (Steele, Lea, Flood 2014), a bijection, so that
-    neighbouring keys start far apart."""
-    mixed = (key + 0x9E3779B97F4A7C15) & UINT64
+    """The low and the high half of the mixed key, so that neighbouring keys start far apart."""
+    mixed = splitmix64(key)
+    return mixed & UINT32, mixed >> 32
+
+
+def splitmix64(state: int) -> int:
+    """SplitMix64 of the state (Steele, Lea, Flood, OOPSLA 2014): 64 bits, a bijection; each depends on all bits of the state."""
+    mixed = (state + 0x9E3779B97F4A7C15) & UINT64
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & UINT64
     mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & UINT64
-    mixed ^= mixed >> 31
-    return mixed & UINT32, mixed >> 32
+    return mixed ^ mixed >> 31
 
 
 def hashed(counters: Tensor, words: Tensor) -> Tensor:

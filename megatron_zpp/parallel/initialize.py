@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
+from megatron_zpp.parallel.failures.launcher_watch import FAILURE_EXIT_CODE
 from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
 from megatron_zpp.parallel.failures.unlimited_wait import ended_by_failures
@@ -26,7 +27,6 @@ from megatron_zpp.parallel.launch import Launch
 
 PACKAGE = Path(__file__).parents[1]
 FAREWELL = timedelta(seconds=15)  # time to find out which rank failed, tell the others and end
-FAILURE_EXIT_CODE = 1
 CONNECTING = "connecting to the other ranks (GLOO_SOCKET_IFNAME names the network interface between hosts)"
 
 

@@ -20,7 +20,8 @@ from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_coun
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.kept_rules import with_kept_rules
-from megatron_zpp.training.memory_need import AvailableMemory, check_fits, in_gib, saved_bytes
+from megatron_zpp.training.memory_check import AvailableMemory, check_fits
+from megatron_zpp.training.memory_need import in_gib, saved_bytes
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given, shape_of
 from megatron_zpp.training.sample_order import order_notices
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_zpp.config.schema import Config, TrainingConfig
 from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.gpt_dataset import SampleSource
-from megatron_zpp.data.loader import WHOLE, MicroBatch, MicroBatches, TokenPart
+from megatron_zpp.data.loader import MicroBatch, MicroBatches, TokenPart
 from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
 from megatron_zpp.training.same_samples import SameSamples
 from megatron_zpp.training.step import token_losses
@@ -46,7 +46,7 @@ class HeldOutSets:
         *,
         group: int,
         groups: int,
-        part: TokenPart = WHOLE,
+        part: TokenPart,
         make_check: Callable[[], SameSamples],
     ) -> None:
         """iteration: the last one that is done. Validation continues after the data that validations up to it have used.

@@ -74,18 +74,6 @@ class StepTraffic:
         return self._ledger.inter_node_bytes(self.latest)
 
     @property
-    def intra_node_bytes(self) -> int:
-        return self.latest.intra_bytes
-
-    @property
-    def tensor_link_bytes(self) -> int:
-        return self.latest.tensor_bytes
-
-    @property
-    def context_link_bytes(self) -> int:
-        return self.latest.context_bytes
-
-    @property
     def context_inter_node_bytes(self) -> int:
         return self._ledger.context_inter_node_bytes(self.latest)
 
@@ -147,9 +135,9 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         model_tflops_per_gpu=required * per_second_of_rank,
         inter_node_bytes=traffic.inter_node_bytes,
         inter_node_bytes_per_iteration=interval.inter_node_bytes / interval.iterations,
-        intra_node_bytes=traffic.intra_node_bytes,
-        tensor_link_bytes=traffic.tensor_link_bytes,
-        context_link_bytes=traffic.context_link_bytes,
+        intra_node_bytes=traffic.latest.intra_bytes,
+        tensor_link_bytes=traffic.latest.tensor_bytes,
+        context_link_bytes=traffic.latest.context_bytes,
         context_inter_node_bytes=traffic.context_inter_node_bytes,
         model_state_bytes=inputs.latest.outcome.model_state_bytes,
         memory=inputs.memory,

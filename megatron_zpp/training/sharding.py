@@ -49,7 +49,7 @@ def choose_policy(zero: ZeroConfig) -> Policy:
 def _gradient_codes(zero: ZeroConfig) -> LinkCodes:
     if zero.zero_quantized_gradients_code == "gaussian":
         # Few levels leave a bias in sparse blocks after one round of rotation, which a mean over many steps does not lose.
-        inter_bits = zero.zero_quantized_gradients_inter_bits or 0
+        inter_bits = zero.zero_quantized_gradients_inter_bits
         return LinkCodes(Code.gaussian(inter_bits, rounds=2 if inter_bits <= 2 else 1), Code(zero.zero_quantized_gradients_intra_bits))
     rotation, rounding = Rotation(zero.zero_quantized_gradients_rotation), Rounding(zero.zero_quantized_gradients_rounding)
     inter, intra = (

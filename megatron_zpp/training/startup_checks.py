@@ -28,7 +28,7 @@ from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.ranks_in_words import first_of, ranks_in_words
-from megatron_zpp.training.memory_need import AvailableMemory, check_fits
+from megatron_zpp.training.memory_check import AvailableMemory, check_fits
 from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import sharding_of
 

@@ -31,9 +31,9 @@ class Writers:
     printer: RankPrinter
     instruments: Instruments
     save_lock: SaveLock
-    json_lines: Output[JsonLinesWriter] | None = None
-    progress_file: Output[ProgressFile] | None = None
-    scalars: tuple[Output[ScalarWriter], ...] = ()
+    json_lines: Output[JsonLinesWriter] | None
+    progress_file: Output[ProgressFile] | None
+    scalars: tuple[Output[ScalarWriter], ...]
 
     def close(self) -> None:
         """Writes what is buffered, and tells which outputs are incomplete."""

@@ -46,7 +46,7 @@ class Collector:
         self._adds = False  # whether gradients are added to what is there: to the sums of earlier micro-batches of the step
         self._dtype = dtype
         self._staging = ladder.staging
-        self._paddings = tuple(gradient.layout.paddings())
+        self._paddings = tuple(gradient.layout.paddings(0, gradient.layout.slices))
         self._is_small = tuple(len(param.spec.shape) <= 1 for param in gradient.layout.params)
         self._arrived: set[int] = set()
         self._small: dict[int, Tensor] = {}  # gradients of one dimension that have arrived, by parameter

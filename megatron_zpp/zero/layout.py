@@ -82,40 +82,37 @@ class FlatLayout:
         exact = Range(self.blocks_numel + first * self.runs.exact, self.blocks_numel + (first + slices) * self.runs.exact)
         return (blocks, 0), (exact, slices * self.runs.blocks)
 
-    def segments(self, first: int = 0, slices: int | None = None) -> Iterator[Segment]:
-        """The segments in the flat buffer of `slices` slices from `first` on (all of them by default), in order.
+    def segments(self, first: int, slices: int) -> Iterator[Segment]:
+        """The segments in the flat buffer of `slices` slices from `first` on, in order.
 
         Those of a parameter are cut where elements begin or end that other tensor ranks share.
         """
-        count = self.slices if slices is None else slices
-        for run, base in self.runs_of(first, count):
+        for run, base in self.runs_of(first, slices):
             for param in self.params:
                 start = max(run.start, param.offset)
                 stop = min(run.stop, param.offset + param.numel)
                 if start < stop:
                     yield from _segments(param.spec, start - param.offset, stop - param.offset, base + start - run.start)
 
-    def paddings(self, first: int = 0, slices: int | None = None) -> Iterator[Range]:
+    def paddings(self, first: int, slices: int) -> Iterator[Range]:
         """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order.
 
         No range spans the two regions. Padding holds zeros; where a codec has written to it, UnitDescent.clear_padding restores them.
         """
-        count = self.slices if slices is None else slices
-        boundary, stop = count * self.runs.blocks, count * self.slice_numel
+        boundary, stop = slices * self.runs.blocks, slices * self.slice_numel
         end = 0
-        for segment in self.segments(first, count):
+        for segment in self.segments(first, slices):
             yield from _gap(end, segment.offset, boundary)
             end = segment.offset + segment.stop - segment.start
         yield from _gap(end, stop, boundary)
 
-    def ranges_by(self, key: Callable[[Segment], bool], first: int = 0, slices: int | None = None) -> Iterator[tuple[Range, bool]]:
+    def ranges_by(self, key: Callable[[Segment], bool], first: int, slices: int) -> Iterator[tuple[Range, bool]]:
         """The ranges of the flat buffer of `slices` slices from `first` on, each with its key; cut where `key` changes and between regions.
 
         Padding belongs to the range of the segment before it. That does no harm: zeros stay zeros under AdamW and add nothing to a norm.
         """
-        count = self.slices if slices is None else slices
-        boundary, end = count * self.runs.blocks, count * self.slice_numel
-        segments = list(self.segments(first, count))
+        boundary, end = slices * self.runs.blocks, slices * self.slice_numel
+        segments = list(self.segments(first, slices))
         yield from _cut(Range(0, boundary), [segment for segment in segments if segment.offset < boundary], key)
         yield from _cut(Range(boundary, end), [segment for segment in segments if segment.offset >= boundary], key)
 

@@ -176,7 +176,7 @@ def leave_world() -> None:
 
     It also frees what still holds a collective: threads of gloo that free it while the interpreter shuts down abort the process.
     """
-    if dist.is_available() and dist.is_initialized():
+    if _has_world():
         end_world()
 
 
@@ -201,7 +201,12 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
 def _world_size(backend: Backend | None) -> int:
     if backend is not None:
         return backend.grid.world_size
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _has_world() else 1
+
+
+def _has_world() -> bool:
+    """Whether torch.distributed has connected the ranks."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _checked_grid(grid: Grid | None, backend: Backend | None, world_size: int) -> Grid:
@@ -250,14 +255,13 @@ def _check_options(options: EngineOptions) -> None:
 
 
 def _device(module: nn.Module, backend: Backend | None) -> torch.device:
-    if backend is None and not (dist.is_available() and dist.is_initialized()):
-        parameter = next(module.parameters(), None)
-        if parameter is not None and not parameter.is_meta:
-            return parameter.device
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if backend is None and torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if backend is not None:
+        return torch.device("cpu")
+    parameter = next(module.parameters(), None)
+    if parameter is not None and not parameter.is_meta and not _has_world():
+        return parameter.device
+    is_on_gpu = torch.cuda.is_available() and (not _has_world() or "nccl" in str(dist.get_backend_config()))
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
 def _arguments_as_bytes(plan: ModulePlan, grid: Grid, options: EngineOptions, loss_scaler: LossScaler | None) -> bytes:

@@ -14,5 +14,5 @@ class StepResult:
 
     grad_norm: float
     is_skipped: bool
-    num_zeros: int | None = None
-    report: tuple[float, ...] = ()
+    num_zeros: int | None
+    report: tuple[float, ...]

@@ -10,9 +10,12 @@ from gpu.deadline import Deadline
 from gpu.entry_runs import Entry, run_entries
 from gpu.outcome import Outcome
 from gpu.rank_processes import ONE_GPU_EACH
+from gpu.training import CPU_SHAPE, FLAGS
 from harness.tiny_runs import TINY
 
 pytestmark = pytest.mark.gloo
+
+TINY_FLAGS = f"{CPU_SHAPE} {FLAGS}"
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def test_the_part_lost_rank_finds_that_the_others_end(outcome: Outcome) -> None:
 
 @pytest.mark.long
 def test_the_part_several_gpus_measures_two_ranks(outcome: Outcome) -> None:
-    several_gpus.measure(Deadline(300.0), outcome, 2, several_gpus.tiny_flags(), ("", "4"))
+    several_gpus.measure(Deadline(300.0), outcome, 2, TINY_FLAGS, ("", "4"))
     assert outcome.failures == outcome.late == [] and len(outcome.measured) == 2
 
 
@@ -59,7 +62,7 @@ def test_the_part_tensor_finds_the_bits_of_sums_over_gloo(outcome: Outcome) -> N
 
 def test_ranks_that_run_when_the_time_is_over_are_late_and_no_failure(outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(several_gpus, "SECONDS_PER_LIMIT", 0.0)
-    several_gpus.measure(Deadline(0.0), outcome, 2, several_gpus.tiny_flags(), ("4",))
+    several_gpus.measure(Deadline(0.0), outcome, 2, TINY_FLAGS, ("4",))
     tensor.measure(Deadline(0.0), outcome, ONE_GPU_EACH, is_timed=False)
     assert outcome.failures == []
     assert outcome.late == ["the end of 2 ranks with NCCL_MAX_CTAS=4", "the end of 4 ranks that use their tensor links"]

@@ -230,7 +230,7 @@ def test_a_checkpoint_that_somebody_else_deletes_meanwhile_counts_as_deleted(
     if gone == "manifest":
         shutil.rmtree(folder)
     else:  # between the look for readers and the rename
-        monkeypatch.setattr("megatron_zpp.checkpoint.folders.fcntl.flock", lambda *_: shutil.rmtree(folder))
+        monkeypatch.setattr(fcntl, "flock", lambda *_: shutil.rmtree(folder))
     assert delete_checkpoint(folder, "ab12")
     assert complete_iterations(directory) == [2] and leftovers(directory) == []
 

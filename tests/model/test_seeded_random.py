@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_zpp.model.randomness import mixed, seeded_random, splitmix64
+from megatron_zpp.model.randomness import mixed, seeded_random
+from megatron_zpp.ops.reference import splitmix64
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,6 @@ import torch
 from megatron_zpp.monitor.memory import (
     PROCESS_STATUS,
     MemoryReading,
-    max_memory_bytes,
     max_resident_bytes,
     memory_line,
     read_memory,
@@ -34,7 +33,7 @@ def test_peak_on_cpu_covers_memory_already_released():
     resident_bytes = int(PROCESS_STATUS.read_text().split("VmRSS:")[1].split()[0]) * 1024
     block = bytearray(b"x") * block_bytes
     del block
-    assert max_memory_bytes(torch.device("cpu")) >= resident_bytes + block_bytes * 0.9
+    assert read_memory(torch.device("cpu")).max_allocated_bytes >= resident_bytes + block_bytes * 0.9
 
 
 @pytest.mark.skipif(not PROCESS_STATUS.exists(), reason="needs Linux's process status")
@@ -57,7 +56,7 @@ def test_the_line_is_megatrons():
 def test_peak_on_cuda_covers_memory_already_released():
     device = torch.device("cuda", 0)
     torch.cuda.reset_peak_memory_stats(device)
-    before = max_memory_bytes(device)
+    before = read_memory(device).max_allocated_bytes
     block = torch.empty(1 << 26, dtype=torch.uint8, device=device)
     del block
-    assert max_memory_bytes(device) == before + (1 << 26)
+    assert read_memory(device).max_allocated_bytes == before + (1 << 26)

@@ -215,7 +215,7 @@ def test_a_port_that_is_taken_is_named(copied: tuple[FakeCommands, Path]) -> Non
 def test_a_port_that_there_is_not_is_refused_before_the_site_is_built(copied: tuple[FakeCommands, Path], port: str) -> None:
     fakes, folder = copied
     done = fakes.run("bash", "scripts/docs.sh", "--no-venv", "--serve", folder=folder, PORT=port)
-    assert done.returncode != 0 and f"PORT={port} is not a port; choose 1 to 65535." in done.stderr
+    assert done.returncode != 0 and f"PORT={port} is not a whole number from 1 to 65535; correct it." in done.stderr
     assert not fakes.calls("python")
 
 

@@ -1,4 +1,4 @@
-"""Whether a run fits, and the smallest world that does."""
+"""What a rank needs of memory, whether a run fits, and the smallest world that does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.memory_need import AvailableMemory, MemoryNeed, check_fits, in_gib, memory_need, smallest_nodes
+from megatron_zpp.training.memory_check import AvailableMemory, check_fits, smallest_nodes
+from megatron_zpp.training.memory_need import MemoryNeed, in_gib, memory_need
 from megatron_zpp.training.run_plan import shape_of
 from megatron_zpp.training.sharding import choose_policy
 from megatron_zpp.zero.plan.memory_plan import Sharding
@@ -291,7 +292,7 @@ def test_where_activations_alone_do_not_fit_no_other_world_is_planned(monkeypatc
         plans.append(parts)
         return memory_need(*parts, **options)
 
-    monkeypatch.setattr("megatron_zpp.training.memory_need.memory_need", counted)
+    monkeypatch.setattr("megatron_zpp.training.memory_check.memory_need", counted)
     assert "; no number of such nodes is enough; " in run.refusal(run.need().activations - 1)
     assert len(plans) == 1
 

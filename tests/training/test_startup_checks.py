@@ -11,7 +11,7 @@ import torch
 from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.initialize import StartupError, World
 from megatron_zpp.training import startup_checks
-from megatron_zpp.training.memory_need import AvailableMemory
+from megatron_zpp.training.memory_check import AvailableMemory
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

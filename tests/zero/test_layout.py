@@ -138,7 +138,6 @@ def test_padding_is_what_no_parameter_covers_in_the_buffer_of_any_run_of_slices(
         assert padding.start < padding.stop and not padding.start < slices * layout.runs.blocks < padding.stop
         covered[padding.start : padding.stop] += 1
     assert (covered == 1).all()
-    assert list(layout.paddings()) == list(layout.paddings(0, layout.slices))
 
 
 @given(layouts, st.data())

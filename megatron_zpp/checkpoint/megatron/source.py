@@ -89,6 +89,6 @@ def layers_of(named: Mapping[str, StoredTensor]) -> int:
     return max((int(found[1]) + 1 for found in map(BLOCK.match, named) if found), default=0)
 
 
-def number_of(value: Any, default: int = 0) -> int:
-    """A whole number from a record, or the default."""
-    return value if type(value) is int and 0 <= value < 2**63 else default
+def number_of(value: Any) -> int:
+    """A whole number from a record; 0 for anything else."""
+    return value if type(value) is int and 0 <= value < 2**63 else 0

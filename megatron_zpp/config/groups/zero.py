@@ -62,7 +62,7 @@ class ZeroConfig:
         allowed=("absmax", "gaussian"),
         needs=needs("zero_quantized_gradients"),
     )
-    zero_quantized_gradients_intra_bits: int | None = flag(
+    zero_quantized_gradients_intra_bits: int = flag(
         None,
         help="Bits of a gradient between the ranks of one partition (a node, or a group of --zero-hpz-partition-size ranks) under "
         "--zero-quantized-gradients; 16 is the working precision.",
@@ -71,7 +71,7 @@ class ZeroConfig:
         otherwise="4, or 8 with --zero-quantized-gradients-code gaussian",
         needs=needs("zero_quantized_gradients"),
     )
-    zero_quantized_gradients_inter_bits: int | None = flag(
+    zero_quantized_gradients_inter_bits: int = flag(
         None,
         help="Bits of a gradient between partitions under --zero-quantized-gradients; 16 is the working precision.",
         unit="bits",
@@ -91,7 +91,7 @@ class ZeroConfig:
         allowed=("nearest", "stochastic"),
         needs=needs("zero_quantized_gradients"),
     )
-    zero_gradients_between_microbatches: str | None = flag(
+    zero_gradients_between_microbatches: str = flag(
         None,
         help="Where the gradients of a step's micro-batches are added up. primary: every micro-batch is sent to the owner of a slice. "
         "secondary: they are added up inside each partition and sent between partitions once per step, which takes 4 bytes per parameter "

@@ -16,6 +16,7 @@ from megatron_zpp.parallel.joining.place import JoinError, Place
 from megatron_zpp.parallel.ranks_in_words import first_of, ranks_in_words
 
 INVITATION = "invitation"
+GREETINGS = "greetings"
 CLAIMS, REFUSED, BEGUN, GIVEN_UP, READERS = "claims", "refused", "begun", "given up", "readers"
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 1.0
@@ -84,7 +85,7 @@ class Gathering:
 
     def _answer(self) -> None:
         """Answers the greetings that have come. A rank that dies has perhaps taken a number, and never writes its greeting."""
-        count = self._store.add("greetings", 0)
+        count = self._store.add(GREETINGS, 0)
         self._unread += range(self._greetings, count)
         self._greetings = count
         for number in [number for number in self._unread if self._store.check([greeting_key(number)])]:

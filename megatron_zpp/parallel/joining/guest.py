@@ -12,6 +12,7 @@ from megatron_zpp.parallel.joining.gathering import (
     BEGUN,
     CLAIMS,
     GIVEN_UP,
+    GREETINGS,
     INVITATION,
     POLL_SECONDS,
     READERS,
@@ -73,7 +74,7 @@ class Guest:
 
     def _greet(self) -> str:
         word = uuid.uuid4().hex
-        self._store.set(greeting_key(self._store.add("greetings", 1) - 1), word)
+        self._store.set(greeting_key(self._store.add(GREETINGS, 1) - 1), word)
         return answer_key(word)
 
     def _check_job(self, rank_0: Member) -> None:

@@ -85,8 +85,8 @@ class MemoryPlan:
     gathered_in_blocks: int
     buffers: int
     norm: int
-    means: int = 0
-    host: HostMemory = HostMemory()
+    means: int
+    host: HostMemory
 
     @property
     def states(self) -> int:

@@ -56,8 +56,8 @@ class PlannedHop:
 
     lane: Lane
     traffic: Traffic
-    before: CodecWork = CodecWork()
-    after: CodecWork = CodecWork()
+    before: CodecWork
+    after: CodecWork
     host_bytes: int = 0
     unit: str = ""
 

@@ -1,0 +1,177 @@
+"""Refuses a run that does not fit into the available memory, and names the smallest world that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_zpp.config.counted import counted
+from megatron_zpp.config.flag import any_of, divisors
+from megatron_zpp.config.resolve import could_have
+from megatron_zpp.config.rules_context import CONTEXT_SIZE
+from megatron_zpp.config.rules_tensor import TENSOR_SIZE
+from megatron_zpp.config.schema import Config, ZeroConfig
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.memory_need import MemoryNeed, SizedModel, attention_need, in_gib, memory_need, with_flags
+from megatron_zpp.zero.plan.device_memory import NO_DEVICE
+from megatron_zpp.zero.plan.memory_plan import Sharding
+from megatron_zpp.zero.policy import with_offloaded_optimizer
+
+LARGEST_NODES = 1 << 14
+
+
+class AvailableMemory(NamedTuple):
+    """Bytes that each rank may use, the minimum over all ranks; None if unknown.
+
+    device: memory that the rank computes in. host: memory of the host. Without a GPU both are the same memory.
+    is_after_start: whether `device` is what is left of a GPU after the context of CUDA and the buffers of NCCL.
+    """
+
+    device: int | None
+    host: int | None
+    is_after_start: bool = False
+
+    def holds(self, need: MemoryNeed) -> bool:
+        """Whether a rank has room for `need`, as far as is known."""
+        return (self.device is None or need.total <= self.device) and (self.host is None or need.host <= self.host)
+
+
+def check_fits(
+    config: Config, model: SizedModel, sharding: Sharding, grid: Grid, *, is_on_gpu: bool, available: AvailableMemory
+) -> MemoryNeed:
+    """The memory that each rank of this run needs. Allocates nothing.
+
+    Raises ValueError if less memory is available; the text names the smallest world of such nodes that fits, or says that none does.
+    """
+    need = memory_need(config, model, sharding, grid, is_on_gpu=is_on_gpu)
+    taken = need.device if available.is_after_start else NO_DEVICE
+    need = need.beside(taken)
+    ranks = f"each of the {grid.world_size} ranks" if grid.world_size > 1 else "the one rank"
+    if is_on_gpu and available.host is not None and need.host > available.host:
+        raise ValueError(_host_is_too_small(config, need, ranks, available.host))
+    nbytes = available.device
+    if nbytes is None or need.total <= nbytes:
+        return need
+
+    together = max(1, grid.context_ranks // grid.ladder.ranks_per_node)  # nodes that only together have whole samples
+
+    def fits(times: int) -> bool:
+        larger = replace(grid, world_size=times * together * grid.ranks_per_node)  # of more data ranks
+        return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
+
+    # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
+    may_fit = need.activations + need.kept_inputs.lasting <= nbytes
+    times = smallest_nodes(fits, grid.nodes // together) if may_fit else None
+    nodes = None if times is None else times * together
+    first = _attention_dropout(config, model, sharding, grid, need)
+    if may_fit and is_on_gpu and _can_offload(config):
+        offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
+        less = memory_need(config, model, offloaded, grid, is_on_gpu=True).beside(taken)
+        first += ["--optimizer-cpu-offload"] * available.holds(less)
+    if is_on_gpu and config.model.recompute_granularity == "full" and not config.model.checkpoint_in_cpu:
+        less = with_flags(need, config.with_values(checkpoint_in_cpu=True), model, grid, sharding.element_bytes)
+        first += ["--checkpoint-in-cpu"] * available.holds(less)
+    memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
+    raise ValueError(
+        f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
+        f"{_remedy(config, model, nodes, grid, need, first)}."
+    )
+
+
+def _attention_dropout(config: Config, model: SizedModel, sharding: Sharding, grid: Grid, need: MemoryNeed) -> list[str]:
+    """The flag against attention dropout, if most of the activations exist because its kernel keeps scores of tokens x tokens."""
+    without = config.with_values(attention_dropout=0.0)
+    if attention_need(without, sharding.element_bytes, is_on_gpu=need.is_on_gpu).keeps_scores:
+        return []
+    less = with_flags(need, without, model, grid, sharding.element_bytes)
+    return ["--attention-dropout 0"] * (2 * less.activations < need.activations)
+
+
+def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes: int) -> str:
+    takers = ["--optimizer-cpu-offload"] if config.zero.optimizer_cpu_offload else []
+    takers += ["--checkpoint-in-cpu"] if need.kept_inputs.host else []
+    takers += ["--async-save"] if need.save_copy else []
+    if takers == ["--async-save"]:
+        return (
+            f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {ranks}, for a copy of the state that is saved, but "
+            f"only {in_gib(host_bytes)} is available; leave --async-save out, or take more nodes."
+        )
+    # More nodes do not lessen the inputs that a rank keeps.
+    remedy = "take more nodes" if takers != ["--checkpoint-in-cpu"] else "raise --recompute-num-layers"
+    return (
+        f"{', '.join(takers)}: {ranks} needs {in_gib(need.host)} of host memory ({need.on_host()}) and has {in_gib(host_bytes)}; "
+        f"{remedy}, or leave {any_of(takers)} out."
+    )
+
+
+def smallest_nodes(fits: Callable[[int], bool], nodes_too_few: int) -> int | None:
+    """Smallest number of nodes above `nodes_too_few` that fits; None if even LARGEST_NODES do not fit."""
+    too_few, enough = nodes_too_few, 2 * nodes_too_few
+    while not fits(enough):
+        too_few, enough = enough, 2 * enough
+        if too_few >= LARGEST_NODES:
+            return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return enough
+
+
+def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, need: MemoryNeed, first: Sequence[str]) -> str:
+    """first: the flags to name before others, such as those of which each makes the run fit."""
+    ranks_per_node = grid.ranks_per_node
+    levers = [*first]
+    levers += [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
+    levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
+    levers += ["no --async-save"] if need.save_copy_on_device else []
+    levers += ["--zero-gradients-between-microbatches primary"] if config.zero.zero_gradients_between_microbatches == "secondary" else []
+    levers += _sequence_parallel(config, grid.tensor_ranks)
+    can_divide_weights = ranks_per_node > grid.tensor_ranks or not config.zero.zero_quantized_weight_differences
+    levers += ["--zero-stage 3"] if config.zero.zero_stage != 3 and can_divide_weights else []
+    if nodes is None:
+        levers += _lever_without_copy(config.zero)
+        levers += _larger_tensor_size(config, model, grid)
+        levers += _larger_context_size(config, grid) if need.activations > need.total // 2 else []
+        levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
+        return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
+    others = f", or give {any_of(levers)}" if levers else ""
+    return (
+        f"the smallest world that fits is {counted(nodes, 'node')} of {counted(ranks_per_node, 'rank')} with this much memory each{others}"
+    )
+
+
+def _lever_without_copy(zero: ZeroConfig) -> list[str]:
+    """What to choose for a smaller secondary copy or none; empty if the run has none."""
+    if zero.zero_hpz_partition_size == 1:
+        return []
+    if zero.zeropp is not None:  # both keep a copy: paper in 8 bits, lean in 16
+        return ["--zeropp paper"] if zero.zero_quantized_weight_differences else ["--zero-stage 3 without --zeropp"]
+    return ["no --zero-quantized-weight-differences"] if zero.zero_quantized_weight_differences else ["--zero-hpz-partition-size 1"]
+
+
+def _larger_tensor_size(config: Config, model: SizedModel, grid: Grid) -> list[str]:
+    """The next number of ranks that could share the layers of this run; empty if there is none."""
+    larger = (size for size in divisors(grid.ranks_per_node) if size > grid.tensor_ranks and model.padded_vocab_size % size == 0)
+    fitting = (size for size in larger if could_have(config, grid.world_size, tensor_model_parallel_size=size))
+    return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
+
+
+def _larger_context_size(config: Config, grid: Grid) -> list[str]:
+    """The next number of ranks that could divide the samples of this run; empty if there is none."""
+    larger = (size for size in divisors(grid.data_ranks) if size > grid.context_ranks)
+    fitting = (size for size in larger if could_have(config, grid.world_size, context_parallel_size=size))
+    return [f"{CONTEXT_SIZE} {size}" for size in fitting][:1]
+
+
+def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
+    """Sequence parallelism, if the run could have it and has not; otherwise empty."""
+    parts = tensor_ranks * config.distributed.context_parallel_size
+    has_parts = tensor_ranks > 1 and config.model.seq_length % parts == 0
+    return ["--sequence-parallel"] if has_parts and not config.distributed.sequence_parallel else []
+
+
+def _can_offload(config: Config) -> bool:
+    """Whether the run could have --optimizer-cpu-offload, and has not."""
+    has_owners = config.zero.zero_stage > 0 and config.optimizer.optimizer_backend == "torch"
+    return has_owners and not config.zero.optimizer_cpu_offload
