@@ -101,6 +101,7 @@ _PARTS = {
         "every 30 seconds": LIMIT,
         "after 5 minutes the waiting ranks": LIMIT,
     },
+    "docs/flags_that_matter.md": {"dropout, 0.1 each unless given": DEFAULT},
     "docs/launching.md": {
         "(default 0.1) of which": DEFAULT,
         "a context of CUDA of 1 GiB": SOURCE,
