@@ -118,14 +118,22 @@ def shard(
     module.load_state_dict(..., strict=False). Adam's moments: checkpoint/engine_state.py saves and loads them with the weights, in any
     world.
 
-    Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it is
-    NaN there), or that is written to; a parameter from before shard(), such as one in a list that the module keeps; a unit that returns its
-    own weights, views of them, or objects other than tensors, tuples, lists and dictionaries; a loss that reads the inside of a unit
-    without reading what the unit returns; a loss that goes through the modules of two engines; writing in place to what a unit returns
-    while something else holds it; copies and pickles of the module; one torch.autocast around several forwards, unless with
-    cache_enabled=False; frozen parameters; sparse gradients; an optimizer of your own; torch.compile over more than a unit. After an error
-    in backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the device where the caller
-    puts them.
+    Not supported:
+
+    - frozen parameters, sparse gradients, an optimizer of your own;
+    - a submodule that is called more than once in a forward;
+    - a parameter that is read outside of the call of its unit (it is NaN there), or that is written to;
+    - a parameter from before shard(), such as one in a list that the module keeps;
+    - a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries;
+    - writing in place to what a unit returns while something else holds it;
+    - a loss that reads the inside of a unit without reading what the unit returns;
+    - a loss that goes through the modules of two engines;
+    - copies and pickles of the module;
+    - one torch.autocast around several forwards, unless with cache_enabled=False;
+    - torch.compile over more than a unit.
+
+    After an error in backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the device
+    where the caller puts them.
 
     Raises ValueError on every rank if the arguments of any rank break these rules, or if arguments or first values differ between ranks. It
     names the parameter or unit and the remedy, and leaves the module as it was (except for an error in values of `initialize`).
