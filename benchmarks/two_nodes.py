@@ -124,7 +124,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--peers", nargs="+", choices=PEERS, default=["fsdp2"], metavar="PEER", help=f"of {', '.join(PEERS)} (default: fsdp2 alone)"
     )
     parser.add_argument("--profile", action="store_true", help="also count collectives, and time codecs and waits, on rank 0")
-    parser.add_argument("--output", type=Path, metavar="STEM", help="files to write, without suffix")
+    parser.add_argument(
+        "--output", type=Path, metavar="STEM", help="files to write, without suffix (default: runs/two_nodes_2x2, by the world)"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget the rounds that OUTPUT.json holds")
     parser.add_argument("--report-only", action="store_true", help="measure nothing; write the tables and the chart again")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, two rates, one round")
@@ -135,7 +137,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         if getattr(options, name) < (2 if name == "nodes" else 1):
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is too small")
     if options.output is None:
-        folder = FOLDER.parent / "runs" / "smoke" if options.smoke else FOLDER / "results"
+        # Not the folder of stored results: rounds of this machine would be added to those of another.
+        folder = FOLDER.parent / "runs" / ("smoke" if options.smoke else "")
         accumulation = f"_k{options.gradient_accumulation}" if options.gradient_accumulation > 1 else ""
         peers = "" if options.peers == ["fsdp2"] else "_deepspeed"
         options.output = folder / f"two_nodes_{options.nodes}x{options.ranks_per_node}{accumulation}{peers}"

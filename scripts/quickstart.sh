@@ -123,7 +123,7 @@ Your own text next, as JSON lines with the key "text", and tools/watch_run.py --
   torchrun --nproc_per_node $RANKS pretrain_zeropp_gpt.py ${MODEL[*]} \\
       ${PRECISION[*]:+${PRECISION[*]} }--zeropp lean --ranks-per-node $RANKS_PER_NODE --micro-batch-size 8 --train-iters 1000 --lr 1e-3 \\
       --data-path my_text_text_document --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model my_tokenizer.model \\
-      --save my_checkpoints --save-interval 100 --log-jsonl my_run.jsonl
+      --save my_checkpoints --load my_checkpoints --save-interval 100 --log-jsonl my_run.jsonl
 TEXT
 }
 

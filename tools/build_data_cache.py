@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks",
         type=rank_count,
         required=True,
-        help="all ranks of the run, also those that share layers or samples",
+        help="number of all ranks of the run; those that share layers or samples count too",
     )
     parser.add_argument("--no-token-check", action="store_true", help="leave the check of token ids, which reads every .bin, to the run")
     return parser

@@ -164,12 +164,12 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument(
         "--module", action="store_true", help="the script is the name of a module: pretrain_zeropp_gpt of an installed package"
     )
-    start.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start the ranks of this host alone, which --node_rank says")
+    start.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start only the ranks of this host, whose place --node_rank says")
     start.add_argument("--node_rank", "--node-rank", type=count_from_0, metavar="N", help="place of this host among the hosts, from 0")
     start.add_argument("--ssh_port", "--ssh-port", type=port, metavar="N", help="port of sshd (default: ssh's own)")
     start.add_argument("--python", default=sys.executable, metavar="PATH", help="Python of every host (default: this one)")
     start.add_argument(
-        "--env-prefix", action="append", default=[], metavar="PREFIX", help="export variables that begin so as well; may be repeated"
+        "--env-prefix", action="append", default=[], metavar="PREFIX", help="also export variables that begin with PREFIX; may be repeated"
     )
     start.add_argument(
         "--env-file", type=Path, metavar="FILE", help="lines of NAME=value to export (default: .deepspeed_env at home and here, which wins)"

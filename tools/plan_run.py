@@ -57,6 +57,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the plan. Raises ValueError for flags that no run could have."""
+    options.inter_gigabits = _rates(options)
     given = with_checkpoint_args(parse_flags(flags))
     if given.distributed.ranks_per_node is None:
         raise ranks_left_open(options.nodes)
@@ -75,6 +76,13 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         with naming_file(options.output):
             options.output.write_text(json.dumps(plan_as_json(world, by_rate), indent=1) + "\n")
+
+
+def _rates(options: argparse.Namespace) -> list[float]:
+    """In Gbit/s. One node has no link to others, so nothing would cross it at any rate."""
+    if options.inter_gigabits is None and options.nodes > 1:
+        raise ValueError("--inter-gigabits is missing: the rates of a node's link to the others in Gbit/s; give one or several.")
+    return options.inter_gigabits or [float("inf")]
 
 
 def _by_size(
@@ -189,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="number of machines; --ranks-per-node among the training script's flags gives the ranks of each",
     )
-    add("--inter-gigabits", type=_positive, nargs="+", required=True, metavar="X", help="rates of a node's link to the others, Gbit/s")
+    add("--inter-gigabits", type=_positive, nargs="+", metavar="X", help="rates of a node's link to the others, Gbit/s; none for one node")
     add(
         "--intra-gigabytes",
         type=_positive,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from plan_estimates import Estimate, Rate, Sizes, recommended, sizes_of
@@ -37,7 +38,8 @@ def plan_as_text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: 
     if members[0].fits is None:
         lines += ["", "Whether it fits is not checked without --memory-gigabytes, the memory that a rank may use."]
     for gigabits, rate in by_rate.items():
-        lines += ["", f"Link of a node: {gigabits:g} Gbit/s in each direction", "", *_time_table(rate.members), ""]
+        link = f"Link of a node: {gigabits:g} Gbit/s in each direction" if isfinite(gigabits) else "One node, without a link to others"
+        lines += ["", link, "", *_time_table(rate.members), ""]
         lines += [*_size_table(rate.by_size), _advice(rate.members)]
     return "\n".join(lines)
 
@@ -190,7 +192,7 @@ def plan_as_json(world: PlannedWorld, by_rate: dict[float, Rate]) -> dict[str, A
         "ranks_per_node": world.ranks_per_node,
         "rates": [
             {
-                "inter_gigabits": gigabits,
+                "inter_gigabits": gigabits if isfinite(gigabits) else None,
                 "recommended": None if (choice := recommended(rate.members)) is None else choice.plan.member.name,
                 "members": {estimate.plan.member.name: _member_json(estimate) for estimate in rate.members},
                 "sizes": [

@@ -293,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     workers.add_argument("--workers-to-check", type=process_count, nargs="+", default=[16, 32, 64], help="(default: 16 32 64)")
     workers.add_argument("--max-documents", type=count_from_1, default=100_000, help="documents to try each with (default: 100000)")
     add_tokenizer_flags(parser)
-    accepted = parser.add_argument_group("accepted for Megatron's scripts, without effect")
+    accepted = parser.add_argument_group("other flags of Megatron's scripts, without effect or refused")
     accepted.add_argument("--partitions", type=count_from_1, default=1, help="all workers share all files")
     accepted.add_argument("--keep-sequential-samples", action="store_true", help="documents always keep their order")
     accepted.add_argument("--split-sentences", action="store_true", help="refused: GPT reads documents")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from gpu.outcome import NotDone, Outcome
 from gpu.parts import WAVES, Part, all_parts, chosen
 from gpu.runner import FAILED_CODE, LATE_CODE, PASSED_CODE, Runner
 from gpu.version import commit, source_digest
+from harness.pages import text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"commit": "abc"}
@@ -78,6 +80,12 @@ def test_each_part_has_a_file_and_the_summary_has_all_of_them(parts: Parts) -> N
     assert summary["could_not_do"] == ["could not do, two: no such device"]
     text = (parts.folder / "out" / "gpu_check.txt").read_text()
     assert "one: passed" in text and "could not do, two: no such device" in text
+
+
+def test_the_table_of_the_page_has_all_parts_in_their_order() -> None:
+    table = text_of("benchmarks/README.md").split("| part | what it finds out |")[1].split("\n\n")[0]
+    firsts = re.findall(r"^\| (`[^|]+`) \|", table, re.MULTILINE)
+    assert [name for cell in firsts for name in re.findall(r"\w+", cell)] == list(all_parts())
 
 
 def test_a_failed_part_is_told_and_the_next_one_still_runs(parts: Parts) -> None:

@@ -64,6 +64,13 @@ def test_results_with_deepspeed_have_a_file_of_their_own() -> None:
     assert names == ["two_nodes_2x2", "two_nodes_2x2_deepspeed"]
 
 
+@pytest.mark.parametrize("words", [[], ["--nodes", "4"], ["--gradient-accumulation", "8"], ["--peers", "deepspeed", "fsdp2"]])
+def test_the_commands_of_the_page_continue_none_of_the_stored_measurements(words: list[str]) -> None:
+    stem = two_nodes._parse(words).output
+    assert (two_nodes.FOLDER / "results" / stem.name).with_suffix(".json").is_file()
+    assert stem.parent == two_nodes.FOLDER.parent / "runs"
+
+
 def test_fsdp2_cannot_be_left_out() -> None:
     with pytest.raises(ValueError, match="--peers deepspeed leaves out fsdp2.*add fsdp2"):
         peers_named(["deepspeed"])

@@ -62,6 +62,8 @@ def test_the_tools_of_the_checkpoints_page_read_what_readmes_training_has_saved(
     ]:
         trained.run(command_of(CHECKPOINTS, f"python tools/{program}.py"))
         assert (trained.folder / made).is_file()
+    for page in (README, CHECKPOINTS):
+        assert trained.run(command_of(page, "python tools/generate_text.py"), more="--max-new-tokens 1").startswith("Once upon a time")
 
 
 def test_the_files_of_a_checkpoint_are_those_of_the_page(trained: Reader) -> None:

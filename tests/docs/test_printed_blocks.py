@@ -16,11 +16,13 @@ from harness.rank_pool import RankPool
 from harness.sample_report import REPORT
 
 from megatron_zpp.comm.code import EXACT, Code, Runs
+from megatron_zpp.data.preprocess.document_encoder import read_texts
 from megatron_zpp.monitor.memory import MemoryReading, memory_line
 from megatron_zpp.monitor.training_line import megatron_lm_line
 from megatron_zpp.parallel.topology import Link, Topology
 
 CHECKPOINTS, FSDP2, GLOSSARY, LOGS = "docs/checkpoints.md", "docs/coming_from_fsdp2.md", "docs/glossary.md", "docs/logs.md"
+DATA = "docs/data.md"
 # Blocks that are no commands: page and beginning, with the test of what they show, or the reason why there is none.
 BLOCKS = {
     (CHECKPOINTS, "DIR/latest"): "tests/docs/test_commands_run.py, by the files of a checkpoint",
@@ -30,6 +32,7 @@ BLOCKS = {
     (GLOSSARY, "                       column"): "test_ranks_own_the_slices_and_share_the_links_that_are_drawn",
     (GLOSSARY, "    rank 0 climbs"): "test_ranks_own_the_slices_and_share_the_links_that_are_drawn",
     (GLOSSARY, "    | codes of"): "test_the_payload_has_the_bytes_that_are_drawn",
+    (DATA, "import json"): "test_the_program_for_plain_text_writes_lines_that_are_read",
     ("docs/house.md", " 7  entry"): "test_names_in_docs.py, by rooms; the import contract has the floors",
     ("docs/importing.md", "blocks.1"): "tests/docs/test_commands_run.py",
     ("docs/long_sequences.md", "    4 data ranks"): "tests/parallel, by groups of context ranks",
@@ -83,6 +86,14 @@ def test_a_matrix_in_two_parts_of_columns_is_read_as_it_is_drawn(tmp_path: Path)
     assert found.tolist() == [[10 * "ab".index(cell[0]) + int(cell[1]) for cell in row] for row in drawn]
 
 
+def test_the_program_for_plain_text_writes_lines_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_text.txt").write_text('a "b"\nc\n\nd é', encoding="utf-8")
+    exec(block_of(DATA, "import json"), {})
+    lines = Path("my_text.jsonl").read_bytes().splitlines()
+    assert [read_texts(line, ["text"])["text"] for line in lines] == ['a "b"\nc', "d é"]
+
+
 def test_ranks_own_the_slices_and_share_the_links_that_are_drawn() -> None:
     drawn = re.findall(r"rank (\d) \[(\d)\]", block_of(GLOSSARY, "                       column"))
     assert [WORLD.slice_of(int(rank)) for rank, _ in drawn] == [int(owned) for _, owned in drawn]
@@ -133,4 +144,4 @@ def test_the_program_for_a_module_of_your_own_trains_on_two_ranks(ranks: RankPoo
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_in_python_are_those_that_run(page: str) -> None:
     programs = [block for language, block in FENCED.findall(text_of(page)) if language == "python"]
-    assert len(programs) == {CHECKPOINTS: 1, FSDP2: 1}.get(page, 0)
+    assert len(programs) == {CHECKPOINTS: 1, DATA: 1, FSDP2: 1}.get(page, 0)

@@ -198,6 +198,18 @@ def test_mistakes_end_in_one_line_that_says_what_to_do(words: str, expected: str
     assert expected in finished.stderr.splitlines()[-1]
 
 
+@pytest.mark.usefixtures("groups_as_given")
+def test_only_one_node_is_planned_without_the_rate_of_its_link_which_nothing_crosses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (alone,) = plan(tmp_path, "--nodes", "1", "--teraflops", "1")["rates"]  # type: ignore[misc]
+    assert "One node, without a link to others" in capsys.readouterr().out
+    (linked,) = plan(tmp_path, "--nodes", "1", "--inter-gigabits", "1", "--teraflops", "1")["rates"]  # type: ignore[misc]
+    assert alone == linked | {"inter_gigabits": None}
+    with pytest.raises(ValueError, match="--inter-gigabits is missing"):
+        plan(tmp_path, "--nodes", "2", "--teraflops", "1")
+
+
 def test_torch_is_not_imported() -> None:
     words = ["plan_run.py", "--nodes", "2", "--inter-gigabits", "1", "--teraflops", "1", "--", *RUN]
     program = (

@@ -110,7 +110,7 @@ def read_texts(line: bytes, keys: Sequence[str]) -> dict[str, str]:
     except json.JSONDecodeError as error:
         if line.startswith(BOM_UTF8):
             raise ValueError("begins with a byte order mark, which JSON does not have; save the file as UTF-8 without it") from None
-        raise ValueError(f"not JSON ({error}); every line needs one object") from None
+        raise ValueError(f'not JSON ({error}); every line needs one object, such as {{"text": "..."}}') from None
     if not isinstance(record, dict):
         raise ValueError(f"holds {type(record).__name__}, but a JSON object is needed")
     return {key: _read_text(record, key) for key in keys}

@@ -103,7 +103,7 @@ def test_text_in_many_zstd_frames_comes_in_batches(tmp_path: Path, size: int) ->
     [
         (b'\xef\xbb\xbf{"text": "a"}', "begins with a byte order mark, which JSON does not have; save the file as UTF-8 without it"),
         (b"\xff\xfe{\x00", "not valid UTF-8 at byte 0 of the line"),
-        (b"", "not JSON .*; every line needs one object"),
+        (b"", "not JSON .*; every line needs one object, such as .*"),
         (b"[]", "holds list, but a JSON object is needed"),
     ],
 )
