@@ -122,9 +122,12 @@ class World:
         """The text that an earlier start has kept; empty if there is none."""
         return self._joined.kept.get(f"kept/{key}").decode() if self._joined.kept.check([f"kept/{key}"]) else ""
 
-    def report_failure(self, text: str) -> str:
-        """The first failure that any rank has reported; if there was none before, `text` of this rank. Later calls return the same text."""
-        self._reported = self._reported or self._failure_board.report(text)
+    def report_failure(self, text: str, *, is_cause: bool = False) -> str:
+        """The first failure that any rank has reported; if there was none before, `text` of this rank. Later calls return the same text.
+
+        is_cause: whether no other rank can be why this one fails.
+        """
+        self._reported = self._reported or self._failure_board.report(text, is_cause=is_cause)
         return self._reported
 
     def check_others(self) -> None:
