@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import megatron_zpp.monitor.process_start  # noqa: F401  its clock starts here, before anything slow
@@ -80,7 +81,7 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: Lau
         return refuse(str(error))
     except RankLost as error:
         return end(launch.rank, error)
-    watch.report = world.report_failure
+    watch.report = partial(world.report_failure, is_cause=True)
     save_lock = SaveLock(config.checkpoint.save, read_job(os.environ))
     try:
         world.agree_on_errors(mistake)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import entry_points
@@ -26,11 +27,14 @@ RECORD_VARIABLE, RECORD_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 10
 _kept_backends: list[object] = []
 
 
-def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.device) -> dict[Lane, dist.ProcessGroup]:
+def make_lane_groups(
+    grid: Grid, rank: int, timeout: timedelta, device: torch.device, connecting: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> dict[Lane, dist.ProcessGroup]:
     """The process group of `rank` for each lane, those across too, whose link has more than one rank; every rank of the world must call it.
 
     timeout: passed to each group, because a new group does not inherit that of the world.
     device: on CUDA the groups have NCCL alone. By default they would have all backends of the world, and connect every member by gloo.
+    connecting: gives the context in which each group is made.
 
     The groups are independent of the world's communicator. To split them off that one (split_group, or a device_id for the world), each
     split would be a collective of all ranks of the world, while a new group concerns its members only. NCCL connects them when the
@@ -41,7 +45,8 @@ def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.de
         if grid.link_ranks(lane.link) == 1:
             continue
         for ranks in grid.groups(lane.link):
-            group = dist.new_group(list(ranks), timeout=timeout, **_backend_arguments(grid, lane, timeout, device))
+            with connecting():
+                group = dist.new_group(list(ranks), timeout=timeout, **_backend_arguments(grid, lane, timeout, device))
             if rank in ranks:
                 own[lane] = group
     return own

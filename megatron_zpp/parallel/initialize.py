@@ -61,12 +61,7 @@ class World:
         self._reported: str | None = None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
         backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
-        # Here gloo waits five times the timeout for a rank that has failed meanwhile.
-        limit_seconds = self.collective_timeout.total_seconds()
-        with (
-            self._naming_lost_ranks(CONNECTING),
-            ended_by_failures(self.check_others, limit_seconds, lambda why: self._end(f"{CONNECTING}: {why}")),
-        ):
+        with self.connecting():
             dist.init_process_group(
                 backend,
                 store=self._joined.part,
@@ -75,6 +70,19 @@ class World:
                 timeout=self.collective_timeout,
                 pg_options=world_options(self.collective_timeout, device),
             )
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Runs a block in which torch makes a process group. Raises RankLost, or ends this process, if ranks cannot connect to each other.
+
+        It may take as long as a collective. By itself gloo waits five times as long, also for a rank that has failed meanwhile.
+        """
+        limit_seconds = self.collective_timeout.total_seconds()
+        with (
+            self._naming_lost_ranks(CONNECTING),
+            ended_by_failures(self.check_others, limit_seconds, lambda why: self._end(f"{CONNECTING}: {why}")),
+        ):
+            yield
 
     def hosts(self) -> list[str]:
         """The host name of every rank, in rank order."""
@@ -114,9 +122,12 @@ class World:
         """The text that an earlier start has kept; empty if there is none."""
         return self._joined.kept.get(f"kept/{key}").decode() if self._joined.kept.check([f"kept/{key}"]) else ""
 
-    def report_failure(self, text: str) -> str:
-        """The first failure that any rank has reported; if there was none before, `text` of this rank. Later calls return the same text."""
-        self._reported = self._reported or self._failure_board.report(text)
+    def report_failure(self, text: str, *, is_cause: bool = False) -> str:
+        """The first failure that any rank has reported; if there was none before, `text` of this rank. Later calls return the same text.
+
+        is_cause: whether no other rank can be why this one fails.
+        """
+        self._reported = self._reported or self._failure_board.report(text, is_cause=is_cause)
         return self._reported
 
     def check_others(self) -> None:

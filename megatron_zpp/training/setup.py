@@ -54,7 +54,7 @@ def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladd
     On a GPU they are connected at once, because NCCL would do it in the first step, and its buffers would not be in what is free.
     """
     grid = grid_of(config, world.world_size)
-    groups = make_lane_groups(grid, world.rank, world.collective_timeout, world.device)
+    groups = make_lane_groups(grid, world.rank, world.collective_timeout, world.device, world.connecting)
     backend = TorchBackend(grid, world.rank, groups)
     streams = streams_of(world.device)
     lanes: Lanes = make_lanes(streams, world.check_others)

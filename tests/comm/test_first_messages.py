@@ -107,6 +107,9 @@ class FakeWorld:
     def check_others(self) -> None:
         """Finds nobody lost."""
 
+    def connecting(self) -> None:
+        """Is not called, as no group is made."""
+
 
 @pytest.mark.parametrize("flags", ["", "--timing-log-level 2"])
 def test_the_tensor_link_of_a_run_watches_the_others_and_tells_its_timers_of_waits_if_they_run(

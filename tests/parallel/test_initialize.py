@@ -14,12 +14,16 @@ import torch.distributed as dist
 from harness.patience import PATIENCE_SECONDS
 from harness.places import ROOT
 from harness.rank_pool import RankPool
+from harness.tiny_runs import TINY
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.data_sources import parse_split
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.parallel import initialize
 from megatron_zpp.parallel.initialize import World, choose_device, gather_texts, is_mistake, joined_errors
 from megatron_zpp.parallel.launch import Launch, read_launch
+from megatron_zpp.training.instruments import make_instruments
+from megatron_zpp.training.setup import build_ladder
 
 
 def test_gloo_means_the_cpu_whatever_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,30 +96,39 @@ def test_texts_of_any_length_and_alphabet_cross_the_network_as_bytes(ranks: Rank
     assert ranks.run(2, 2, gather_texts_without_pickle) == [expected] * 4
 
 
-def how_a_rank_ends_while_rank_1_cannot_connect() -> str:
-    """What this rank says at its end. gloo is replaced: rank 0 waits in it forever, and rank 1 gets an error."""
+def how_a_rank_ends_while_rank_1_cannot_connect(call: str) -> str:
+    """What this rank says at its end. A call of torch.distributed is replaced: rank 0 waits in it forever, and rank 1 gets an error."""
     ended, is_rank_0 = Event(), os.environ["RANK"] == "0"
-    before = initialize.dist.init_process_group, initialize.os._exit
+    before, exit_before = getattr(dist, call), initialize.os._exit
 
     def connect(*_: object, **__: object) -> None:
         if not is_rank_0:
             raise RuntimeError("connection refused")
         assert ended.wait(PATIENCE_SECONDS)
 
-    initialize.dist.init_process_group, initialize.os._exit = connect, lambda code: ended.set()  # type: ignore[assignment]
+    setattr(dist, call, connect)
+    initialize.os._exit = lambda code: ended.set()  # type: ignore[assignment]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=10))._pulse.stop()
+            world = World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=10))
+            if call == "new_group":
+                config = resolve(parse_flags(TINY), 2, 2)
+                build_ladder(config, world, make_instruments(config, world.device, world.rank))
+            world._pulse.stop()
     except initialize.RankLost as error:
         return str(error)
     finally:
-        initialize.dist.init_process_group, initialize.os._exit = before
-    return said.getvalue()
+        setattr(dist, call, before)
+        initialize.os._exit = exit_before
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return said.getvalue().partition("\n")[0]
 
 
-def test_a_rank_that_cannot_connect_ends_those_that_wait_for_it(ranks: RankPool) -> None:
+@pytest.mark.parametrize("call", ["init_process_group", "new_group"], ids=["of the world", "of a lane"])
+def test_a_rank_that_cannot_connect_ends_those_that_wait_for_it_in_a_group(call: str, ranks: RankPool) -> None:
     first = f"rank 1: {initialize.CONNECTING}: connection refused"
-    assert ranks.run(1, 2, how_a_rank_ends_while_rank_1_cannot_connect) == [f"[Rank 0] ended, because {first}\n", first]
+    assert ranks.run(1, 2, how_a_rank_ends_while_rank_1_cannot_connect, call) == [f"[Rank 0] ended, because {first}", first]
 
 
 def test_nothing_that_ranks_send_is_pickled() -> None:

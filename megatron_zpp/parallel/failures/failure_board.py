@@ -35,15 +35,16 @@ class FailureBoard:
         self._known = ""
         self._look: Question[str] | None = None
 
-    def report(self, text: str) -> str:
+    def report(self, text: str, *, is_cause: bool = False) -> str:
         """Reports `text`; returns the first failure that any rank has reported, or if the store does not answer, that its holder is lost.
 
         The first failure names the ranks without a pulse: waiting for them may be why the others failed.
+        is_cause: whether no other rank can be why this one fails. Then none is named.
         """
         own = f"rank {self._rank}: {text}"
         if not self._loss:
             try:
-                return answer_within(LIFE_SECONDS + REPORT_SECONDS + 1.0, lambda: self._report(own))
+                return answer_within(LIFE_SECONDS + REPORT_SECONDS + 1.0, lambda: self._report(own, is_cause))
             except NoAnswer:
                 self.lose("does not answer")
             except RuntimeError:
@@ -76,10 +77,10 @@ class FailureBoard:
         self._store.add(_signs_key(self._rank), 1)
         return _text(self._store.get(FAILURE_KEY)) if self._store.check([FAILURE_KEY]) else ""
 
-    def _report(self, own: str) -> str:
+    def _report(self, own: str, is_cause: bool) -> str:
         self._store.set(_ended_key(self._rank), "")
         is_first = self._store.add(REPORTERS_KEY, 1) == 1  # one rank that looks at all others is enough
-        described = self._with_silent_ranks(own) if is_first else self._after_the_first(own)
+        described = own if is_cause else self._with_silent_ranks(own) if is_first else self._after_the_first(own)
         first = self._store.compare_set(FAILURE_KEY, "", described)
         reports = self._store.add(REPORTS_KEY, 1)
         deadline = time.monotonic() + REPORT_SECONDS

@@ -80,6 +80,12 @@ def test_a_failure_while_all_others_live_and_work_names_nobody_else(monkeypatch:
     assert FailureBoard(store, 0, 2).report("disk full") == "rank 0: disk full"
 
 
+def test_a_failure_that_no_other_rank_can_have_caused_names_nobody_else() -> None:
+    store = dist.HashStore()
+    assert FailureBoard(store, 2, 4).report("its launcher has died", is_cause=True) == "rank 2: its launcher has died"
+    assert FailureBoard(store, 0, 4).report("connection closed") == "rank 2: its launcher has died"
+
+
 def test_a_check_raises_once_another_rank_has_failed() -> None:
     store = dist.HashStore()
     FailureBoard(store, 1, 2).report("out of memory")
