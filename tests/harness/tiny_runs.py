@@ -52,6 +52,10 @@ def pretrain(ranks: RankPool, nodes: int, ranks_per_node: int, flags: str, jsonl
     """The objects that a run with TINY and `flags` writes to --log-jsonl; later flags win over earlier ones."""
     codes = ranks.run(nodes, ranks_per_node, entry, [*TINY, *flags.split(), "--log-jsonl", str(jsonl)])
     assert codes == [0] * len(codes)
+    return records_of(jsonl)
+
+
+def records_of(jsonl: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in jsonl.read_text().splitlines()]
 
 

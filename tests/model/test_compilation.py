@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_zpp.model import compilation
-from megatron_zpp.model.compilation import check_compilation
+from megatron_zpp.model.compilation import OPTIONS, check_compilation
 from megatron_zpp.model.norm import rms_norm
 
 
@@ -23,6 +24,22 @@ def test_a_machine_without_a_compiler_is_named_before_the_first_step(monkeypatch
         check_compilation(torch.device("cpu"))
     assert str(error.value).startswith("--compile: torch cannot compile for cpu here (No working C++ compiler found.); ")
     assert str(error.value).endswith("; install a C++ compiler (g++), or leave --compile out.")
+
+
+def test_compiled_attention_drops_the_same_as_uncompiled() -> None:
+    """Torch's dropout needs no kernel that it would have to compile, unless it draws other numbers than without compilation."""
+
+    def dropped(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        torch.manual_seed(0)
+        return function(torch.ones(100))
+
+    def drop(values: torch.Tensor) -> torch.Tensor:
+        return F.dropout(values, 0.3)
+
+    from torch._inductor import config as inductor_config
+
+    with torch.random.fork_rng(), inductor_config.patch(compile_threads=1):
+        assert torch.equal(dropped(torch.compile(drop, options=OPTIONS)), dropped(drop))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

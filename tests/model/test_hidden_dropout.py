@@ -112,7 +112,7 @@ def test_a_sample_has_the_same_loss_alone_and_in_a_batch(architecture: str) -> N
 
 
 def test_compiled_blocks_drop_the_same_with_one_compilation_for_all_blocks_and_samples() -> None:
-    """On a backend that only traces; tests/integration/test_compiled_blocks.py has the kernels."""
+    """Attention drops too. On a backend that only traces; tests/integration/test_compiled_blocks.py has the kernels."""
     compilations: list[object] = []
 
     def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -120,7 +120,7 @@ def test_compiled_blocks_drop_the_same_with_one_compilation_for_all_blocks_and_s
         return aot_eager(graph, inputs)
 
     torch._dynamo.reset()
-    plain, compiled = small_gpt(**DROPOUT), small_gpt(**DROPOUT)
+    plain, compiled = (small_gpt(**DROPOUT | {"attention_dropout": 0.1}) for _ in range(2))
     for block in compiled.blocks:
         block.transformed = torch.compile(block.transformed, dynamic=False, fullgraph=True, backend=counted)
     for first_sample in (0, 3, 2**40):

@@ -90,8 +90,8 @@ def kill_and_resume(folder: Path, rounds: int, seed: int, *flags: str) -> int:
     return killed
 
 
-def test_killed_5_times_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    assert kill_and_resume(tmp_path, 5, seed=5) >= 3
+def test_killed_3_times_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    assert kill_and_resume(tmp_path, 3, seed=5) >= 2
 
 
 @pytest.mark.long

@@ -61,21 +61,23 @@ def offloaded(job: Job) -> Job:
     return dataclasses.replace(job, policy=with_offloaded_optimizer(job.policy))
 
 
-# Every row, and in turn every world, precision, number of micro-batches and recomputation.
+# Every row in a world where its codes and rungs matter; every world, precision, number of micro-batches and of recomputed blocks.
 @pytest.mark.parametrize(
     "row, world, dtype, microbatches, chunk",
     [
-        (row, world, dtype, microbatches, chunk)
-        for index, row in enumerate(ROWS)
-        for world, dtype, microbatches, chunk in [
-            ((2, 2), torch.bfloat16, 1 + index % 2, index % 3),
-            (
-                [(1, 1), (1, 2), (2, 1), (3, 2)][index % 4],
-                [torch.float32, torch.float16, torch.bfloat16][index % 3],
-                1 + (index + 1) % 2,
-                (index + 1) % 3,
-            ),
-        ]
+        ("stage 1", (1, 1), torch.float32, 2, 1),
+        ("stage 1", (2, 2), torch.bfloat16, 1, 0),
+        ("stage 2", (1, 2), torch.float16, 1, 2),
+        ("stage 2", (2, 2), torch.bfloat16, 2, 1),
+        ("stage 3", (2, 1), torch.bfloat16, 2, 0),
+        ("qwZ", (3, 2), torch.float32, 1, 1),
+        ("qwZ in stage 1", (2, 1), torch.float16, 1, 1),
+        ("hpZ", (2, 2), torch.bfloat16, 2, 2),
+        ("qgZ", (3, 2), torch.bfloat16, 2, 1),
+        ("ZeRO++", (2, 2), torch.float16, 2, 0),
+        ("ZeRO++", (1, 2), torch.bfloat16, 1, 1),
+        ("lean", (2, 2), torch.bfloat16, 2, 1),
+        ("lean in stage 1", (2, 1), torch.float32, 2, 2),
     ],
     ids=str,
 )
