@@ -30,8 +30,8 @@ class Rate(NamedTuple):
 class Estimate:
     """One member of the family at one rate of the link between nodes.
 
-    fits: whether it needs no more memory than there is; None if it is not known how much there is. bound_by: the part of the machine that
-    is busy longest.
+    fits: whether it needs no more memory than there is; None if it may fit, but the memory of a rank is not known. bound_by: the part of
+    the machine that is busy longest.
     """
 
     plan: RunPlan

@@ -147,8 +147,9 @@ def _plans(given: Config, world: PlannedWorld, padded: int) -> tuple[list[RunPla
 
 def _estimate(plan: RunPlan, gigabits: float, computation: Computation, options: argparse.Namespace) -> Estimate:
     needs = (plan.memory.total, options.memory_gigabytes), (plan.job.grid.ranks_per_node * plan.memory.host, options.host_memory_gigabytes)
-    known = [need <= gigabytes * GIGABYTE for need, gigabytes in needs if gigabytes is not None]
-    return Estimate(plan, gigabits, plan.time(_machine(gigabits, options), computation), all(known) if known else None)
+    is_too_large = any(need > gigabytes * GIGABYTE for need, gigabytes in needs if gigabytes is not None)
+    fits = False if is_too_large else None if options.memory_gigabytes is None else True
+    return Estimate(plan, gigabits, plan.time(_machine(gigabits, options), computation), fits)
 
 
 def _machine(gigabits: float, options: argparse.Namespace) -> Machine:

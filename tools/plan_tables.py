@@ -35,7 +35,7 @@ def plan_as_text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: 
         *_memory_table(members),
         *_about_host(world, zero3),
     ]
-    if members[0].fits is None:
+    if any(estimate.fits is None for estimate in members):
         lines += ["", "Whether it fits is not checked without --memory-gigabytes, the memory that a rank may use."]
     for gigabits, rate in by_rate.items():
         link = f"Link of a node: {gigabits:g} Gbit/s in each direction" if isfinite(gigabits) else "One node, without a link to others"

@@ -109,9 +109,12 @@ def check_partitions_of_gaussian_codes(config: Config, ranks: RankCounts) -> Non
     names = [name for name, is_on in _gaussian_codes(config).items() if is_on]
     partitions = ranks.data // partition_ranks(config, ranks.data_ranks_per_node)
     if names and partitions > MOST_GAUSSIAN_PARTITIONS:
+        larger = [size for size in divisors(ranks.data_ranks_per_node) if size > 1 and ranks.data // size <= MOST_GAUSSIAN_PARTITIONS]
+        remedy = "choose --zeropp paper" if config.zero.zeropp == "lean" else f"leave {'it' if len(names) == 1 else 'them'} out"
+        also = f", or give --zero-hpz-partition-size {any_of(larger)}" if larger else ""
         raise FlagError(
             f"{' and '.join(names)} cannot be used with {partitions} partitions of {counted(ranks.data // partitions, 'rank')}, because "
-            f"Gaussian codes of at most {MOST_GAUSSIAN_PARTITIONS} are decoded together; choose --zeropp paper, or larger partitions."
+            f"Gaussian codes of at most {MOST_GAUSSIAN_PARTITIONS} are decoded together; {remedy}{also}."
         )
 
 

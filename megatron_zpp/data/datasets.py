@@ -31,7 +31,7 @@ class DataRequest:
 
     vocab_size: used for mock data only. eod: the id of the end-of-document token.
     validates_on_all: validate on every sample of every validation corpus once, whatever sample_counts says.
-    read_samples: that training reads, if it only puts the others of sample_counts in order.
+    read_samples: how many samples training reads, if it has more in its order; None if it reads all of them.
     """
 
     seq_length: int

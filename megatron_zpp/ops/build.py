@@ -189,7 +189,7 @@ def _checked_compiler(environment: Mapping[str, str]) -> str:
 
 
 def _host_compiler_flags(environment: Mapping[str, str]) -> list[str]:
-    """Those by which nvcc calls the C++ compiler that the environment names. Without them it calls the one on PATH, or torch's: CC."""
+    """The flags with which nvcc calls the C++ compiler of CXX; empty if CXX is unset or more than a name, or if torch passes that of CC."""
     named = environment.get(COMPILER_VARIABLE, "").split()
     return ["-ccbin", *named] if len(named) == 1 and "CC" not in environment else []
 
@@ -281,7 +281,7 @@ def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_se
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes the folders of processes that were killed while they compiled. Others may be compiling, where the lock did not hold them."""
+    """Removes the folders of processes that were killed while they compiled. Those that compile without the lock keep theirs."""
     for path in folder.glob(f"{BUILD_PREFIX}*"):
         if is_abandoned(path, path.name.removeprefix(BUILD_PREFIX).partition(".")[0]):
             shutil.rmtree(path, ignore_errors=True)

@@ -88,7 +88,7 @@ def about_unused_gpus(config: Config, device: torch.device, devices: Path = Path
     is_meant = config.distributed.distributed_backend == "gloo" or os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN_GPUS
     if device.type != "cpu" or is_meant or not any(devices.glob(GPU_FILES)):
         return ""
-    why = f"finds none with its CUDA {torch.version.cuda}, perhaps for want of a newer driver" if torch.version.cuda else "has no CUDA"
+    why = f"finds none with its CUDA {torch.version.cuda}, perhaps because the driver is too old" if torch.version.cuda else "has no CUDA"
     return (
         f"WARNING: the run is on CPUs although this machine has GPUs, because torch {torch.__version__} {why}; "
         "give --distributed-backend gloo if this is meant."

@@ -44,7 +44,7 @@ LAYOUTS = (
     ),
     *(_of_family(family) for family in (llama.LLAMA, llama.QWEN2, llama.QWEN3)),
 )
-READ_ONLY = (_of_family(llama.MISTRAL),)  # a Mistral without a sliding window is a Llama, as which it is written
+READ_ONLY = (_of_family(llama.MISTRAL),)  # without a sliding window a Mistral is a Llama, and is written as one
 
 
 def layout_holding(model: ModelConfig) -> Layout:
