@@ -110,8 +110,9 @@ def shard(
 
     Evaluation: call the module under torch.no_grad(), on every rank and equally often.
 
-    Ranks may leave out different units. A program that calls units and never the module itself must call the last unit on every rank: in
-    evaluation always, in training unless engine.backward() is the next call after the forward.
+    Ranks may leave out different units. If a training forward calls a unit under torch.no_grad(), it does so on every rank. A program that
+    calls units and never the module itself must call the last unit on every rank: in evaluation always, in training unless
+    engine.backward() is the next call after the forward.
 
     Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, with shared parameters once; to keep less on a device,
     read full_weights() parameter by parameter. It has no buffers: add those of module.named_buffers(). Load it before shard(), with
