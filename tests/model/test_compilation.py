@@ -26,6 +26,7 @@ def test_a_machine_without_a_compiler_is_named_before_the_first_step(monkeypatch
     assert str(error.value).endswith("; install a C++ compiler (g++), or leave --compile out.")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # that torch itself uses when it first compiles
 def test_compiled_attention_drops_the_same_as_uncompiled() -> None:
     """Torch's dropout needs no kernel that it would have to compile, unless it draws other numbers than without compilation."""
 
