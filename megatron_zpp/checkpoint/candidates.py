@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_zpp.checkpoint.folders import LATEST_FILE, LatestError, find_checkpoint, newest_first, older_checkpoints
+from megatron_zpp.checkpoint.folders import LATEST_FILE, LatestError, find_checkpoint, newest_first, older_checkpoints, saved_iterations
 from megatron_zpp.checkpoint.manifest import CheckpointError, is_complete
 from megatron_zpp.config.schema import CheckpointConfig
 
@@ -40,6 +40,21 @@ def find_candidates(checkpoint: CheckpointConfig) -> Candidates:
         if not found.folders:
             raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint; correct the path")
     return found
+
+
+def check_may_begin_anew(checkpoint: CheckpointConfig) -> None:
+    """Raises CheckpointError under --exit-on-missing-checkpoint. Call it where `find_candidates` has found nothing."""
+    if checkpoint.load is not None and checkpoint.exit_on_missing_checkpoint:
+        why = why_nothing_is_loaded(Path(checkpoint.load))
+        raise CheckpointError(f"--load {checkpoint.load} {why} and --exit-on-missing-checkpoint is given; correct the path")
+
+
+def why_nothing_is_loaded(directory: Path) -> str:
+    """What follows `--load DIRECTORY` where `find_candidates` finds nothing in it."""
+    iterations = ", ".join(map(str, saved_iterations(directory)))
+    if not iterations:
+        return "holds no checkpoint"
+    return f"has no {LATEST_FILE}, only iterations {iterations} (--ckpt-step or --load-last-good-checkpoint loads one)"
 
 
 def _in(directory: Path, step: int | None, *, may_be_older: bool) -> Candidates:

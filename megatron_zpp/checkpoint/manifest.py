@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -145,17 +145,17 @@ def _marker_of(manifest: bytes) -> dict[str, Any]:
 
 def is_complete(folder: Path) -> bool:
     """Whether the folder holds a checkpoint with a usable manifest. Its tensors are not checked."""
-    try:
-        read_manifest(folder)
-    except CheckpointError:
-        return False
-    return True
+    return _succeeds(read_manifest, folder)
 
 
 def is_whole(folder: Path) -> bool:
     """Whether the manifest in the folder is as it was written. It is not parsed, which takes seconds for many ranks."""
+    return _succeeds(_verified_manifest, folder)
+
+
+def _succeeds(read: Callable[[Path], object], folder: Path) -> bool:
     try:
-        _verified_manifest(folder)
+        read(folder)
     except CheckpointError:
         return False
     return True

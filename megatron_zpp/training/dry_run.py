@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from megatron_zpp.checkpoint.candidates import check_may_begin_anew
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import Blend, read_sources
@@ -186,9 +187,8 @@ def _start(plan: RunPlan, stored: StoredRun | None) -> str:
     config, checkpoint = plan.config, plan.config.checkpoint
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         return ""
-    if stored is None and checkpoint.exit_on_missing_checkpoint:
-        raise FlagError(f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path.")
     if stored is None:
+        check_may_begin_anew(checkpoint)
         check_batches(config, running_schedule(config, plan.job.grid.sample_groups), 0)
         return "anew, there is no checkpoint yet"
     with_schedule(config, stored)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.candidates import Candidates, find_candidates
+from megatron_zpp.checkpoint.candidates import Candidates, check_may_begin_anew, find_candidates, why_nothing_is_loaded
 from megatron_zpp.checkpoint.engine_state import load_engine
-from megatron_zpp.checkpoint.folders import LATEST_FILE, saved_iterations
+from megatron_zpp.checkpoint.folders import saved_iterations
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.batch_schedule import running_schedule
@@ -77,9 +77,8 @@ def find_resume_source(config: Config, world: World) -> ResumeSource:
     candidates = Candidates()
     with world.agreement():
         candidates = find_candidates(checkpoint)
-        if checkpoint.load is not None and not candidates.folders and checkpoint.exit_on_missing_checkpoint:
-            why = _why_nothing_is_loaded(Path(checkpoint.load))
-            raise CheckpointError(f"--load {checkpoint.load} {why} and --exit-on-missing-checkpoint is given; correct the path")
+        if not candidates.folders:
+            check_may_begin_anew(checkpoint)
     folder, notices = candidates.first, candidates.notices
     _check_same_checkpoint(folder.name if folder is not None else "none")
     if folder is None:
@@ -160,7 +159,7 @@ def _about_log(config: Config, progress: Progress) -> str:
 def _about_checkpoint(config: Config, source: ResumeSource, progress: Progress) -> str:
     if source.stored is None:
         load = config.checkpoint.load
-        return "" if load is None else f"WARNING: --load {load} {_why_nothing_is_loaded(Path(load))}; starting from scratch"
+        return "" if load is None else f"WARNING: --load {load} {why_nothing_is_loaded(Path(load))}; starting from scratch"
     stored, manifest = source.stored, source.stored.manifest
     loaded = "weights of the checkpoint" if stored.weights_only else "checkpoint"
     lines = [*source.notices, f"  successfully loaded {loaded} from {stored.folder} at iteration {manifest.iteration}"]
@@ -177,13 +176,6 @@ def _about_checkpoint(config: Config, source: ResumeSource, progress: Progress) 
         if config.checkpoint.use_checkpoint_opt_param_scheduler:
             lines.append("the schedule of learning rate and weight decay is the checkpoint's")
     return "\n".join(lines)
-
-
-def _why_nothing_is_loaded(directory: Path) -> str:
-    iterations = ", ".join(map(str, saved_iterations(directory)))
-    if not iterations:
-        return "holds no checkpoint"
-    return f"has no {LATEST_FILE}, only iterations {iterations} (--ckpt-step or --load-last-good-checkpoint loads one)"
 
 
 def flags_that_differ(config: Config, theirs: Mapping[str, Any]) -> list[str]:

@@ -35,6 +35,7 @@ class UnitDescent:
         self._ladder = ladder
         self._codecs = codecs
         self._mean_codecs = LinkCodecs.of(LinkCodes(), torch.float32, gradient.layout.block_numel)
+        self._paddings = tuple(gradient.layout.paddings(ladder.own_slice, 1))
         self._iteration = 0
         self._microbatch = 0
         self._hops: list[Hop] = []
@@ -91,7 +92,7 @@ class UnitDescent:
     def clear_padding(self) -> None:
         """Sets the padding of the own slice to zero, if the codecs write errors of neighbouring values there."""
         if self._codecs.any_mixes_neighbours:
-            for padding in self._gradient.layout.paddings(self._ladder.own_slice, 1):
+            for padding in self._paddings:
                 self._gradient.primary.range(padding.start, padding.stop).zero_()
 
     def start_iteration(self, iteration: int) -> None:
