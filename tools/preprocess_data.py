@@ -180,7 +180,7 @@ def _replaced(prefix: str) -> Iterator[str]:
     if not os.path.exists(f"{prefix}.bin") or not os.path.exists(f"{prefix}.idx"):
         return
     try:
-        yield f"replaces {prefix} ({counted(len(IndexedDataset(prefix)), 'document')})"
+        yield f"replaces {prefix} ({counted(len(IndexedDataset(prefix).document_starts) - 1, 'document')})"
     except (ValueError, OSError):
         yield f"replaces {prefix}, which cannot be read"
 

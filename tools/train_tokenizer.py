@@ -27,6 +27,13 @@ from megatron_zpp.data.preprocess.json_lines import (
 )
 from megatron_zpp.monitor.output_file import naming_file, new_file
 
+LONGEST_SENTENCE = 4192  # characters
+# The trainer drops sentences with one of these characters. Byte pieces will encode them.
+RESERVED = re.compile("[\t\u2585]")
+# Longer ones are cut, before a space if there is one. By default the trainer drops those of more than 4192 bytes, and an old trainer ends
+# the program at a word of 65536 characters.
+CUT = re.compile(rf".{{1,{LONGEST_SENTENCE}}}(?= |\Z)|.{{1,{LONGEST_SENTENCE}}}", re.DOTALL)
+
 
 def main() -> None:
     run_command(_parser(), run)
@@ -69,6 +76,7 @@ def train_model(texts: Sequence[str], *, vocab_size: int, model_type: str) -> by
             add_dummy_prefix=False,
             # Indentation becomes one piece.
             allow_whitespace_only_pieces=True,
+            max_sentence_length=4 * LONGEST_SENTENCE,  # bytes
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -86,8 +94,8 @@ def _why_not(vocab_size: int, message: str) -> str:
 
 
 def _sentences(texts: Sequence[str]) -> Iterator[str]:
-    # The trainer drops sentences with a tab, and does not split them at line ends. Byte pieces will encode both characters.
-    return (part for text in texts for line in text.splitlines() for part in line.split("\t") if part)
+    """Lines of the texts, because the trainer does not split at line ends, in parts that it does not drop."""
+    return (part for text in texts for line in text.splitlines() for piece in RESERVED.split(line) for part in CUT.findall(piece))
 
 
 def spread_texts(paths: Sequence[str], key: str, max_bytes: int, longest_line_bytes: int) -> Iterator[str]:

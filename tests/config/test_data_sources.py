@@ -60,7 +60,7 @@ def test_a_json_file_names_corpora_by_split(tmp_path: Path) -> None:
     assert found == DataSources(None, {"train": Blend(("a", "b"), (0.25, 0.75)), "valid": Blend(("c",), None)})
 
 
-@pytest.mark.parametrize("text", ["nonsense", "[]", '{"training": ["a"]}', '{"train": "a"}'])
+@pytest.mark.parametrize("text", ["nonsense", "[]", '{"training": ["a"]}', '{"train": "a"}', '{"train": ["a"], "train": ["b"]}'])
 def test_a_json_file_of_another_kind_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(text)
     with pytest.raises(FlagError, match="--per-split-data-args-path .* a JSON object of lists of words"):

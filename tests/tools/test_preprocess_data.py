@@ -45,9 +45,10 @@ def test_append_eod_ends_every_document(tmp_path: Path) -> None:
 
 
 def test_a_corpus_that_is_replaced_is_named(tmp_path: Path) -> None:
-    source, prefix = write_json_lines(tmp_path / "in.jsonl", [{"text": "5"}, {"text": "6 7"}]), f"{tmp_path / 'out'}_text_document"
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": text} for text in ("5", "", "6 7")])
+    prefix = f"{tmp_path / 'out'}_text_document"
     assert "replaces" not in preprocess(source, tmp_path / "out").stdout
-    assert f"\nreplaces {prefix} (2 documents)\n" in preprocess(source, tmp_path / "out").stdout
+    assert f"\nreplaces {prefix} (3 documents)\n" in preprocess(source, tmp_path / "out").stdout
     Path(f"{prefix}.idx").write_bytes(b"")
     done = preprocess(source, tmp_path / "out")
     assert f"\nreplaces {prefix}, which cannot be read\n" in done.stdout

@@ -6,6 +6,7 @@ from harness.places import ROOT
 from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor
 from train_tokenizer import train_model
 
 from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, ModelTokenizer
@@ -46,6 +47,13 @@ def test_every_text_comes_back_unchanged(model: Path, text: str) -> None:
 def test_white_space_and_special_spellings_come_back_unchanged(model: Path, text: str) -> None:
     tokenizer = ModelTokenizer(str(model))
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+@pytest.mark.parametrize("text", ["zebra " * 1000, "zebra" * 14_000, "zebra\u2585zebra", "zebra\tzebra"])
+def test_long_lines_and_words_and_characters_that_the_trainer_reserves_are_trained_on(text: str) -> None:
+    model = train_model(["some other words", text], vocab_size=274, model_type="bpe")
+    pieces = SentencePieceProcessor(model_proto=model)
+    assert pieces.piece_to_id("z") != pieces.unk_id()
 
 
 def test_the_sizes_that_are_named_are_the_smallest_and_the_largest_that_train() -> None:

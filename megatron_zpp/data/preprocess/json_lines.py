@@ -95,7 +95,7 @@ class Source:
         self._file = open(sys.stdin.fileno() if self._reads_stdin else open_regular(path), "rb", closefd=not self._reads_stdin)
         self._read_bytes = 0
         self._head = self._file.peek(MAGIC_BYTES)
-        if self._head and not self.is_compressed and path.endswith((".gz", ".zst")):
+        if not self.is_compressed and path.endswith((".gz", ".zst")):
             raise ValueError(f"{path} is not compressed, although its name says so; rename it, or copy it again.")
 
     @property
@@ -130,6 +130,8 @@ class Source:
 
 
 def _files_of(word: str, print_line: Callable[[str], None]) -> list[str]:
+    if word == STANDARD_INPUT and sys.stdin is None:
+        raise ValueError("--input - reads standard input, which is closed; pipe JSON lines into the tool, or give files.")
     if word == STANDARD_INPUT or os.path.isfile(word):
         return [word]
     if os.path.isdir(word):

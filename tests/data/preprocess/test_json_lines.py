@@ -1,5 +1,6 @@
 import gzip
 import struct
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_a_file_named_twice_is_refused_however_it_is_spelled(tmp_path: Path, mon
         find_inputs(["a.jsonl", "a.jsonl"], print)
     with pytest.raises(ValueError, match=r"--input names - twice; name it once"):
         find_inputs(["-", "-"], print)
+
+
+def test_standard_input_that_is_closed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match=r"--input - reads standard input, which is closed; pipe JSON lines"):
+        find_inputs(["-"], print)
+
+
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst"])
+def test_an_empty_file_is_no_compressed_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"{name} is not compressed, although its name says so; rename it, or copy it again"):
+        list(line_batches([str(tmp_path / name)], Position()))
 
 
 @pytest.mark.parametrize("magic", [0x184D2A50, 0x184D2A5F])
