@@ -115,6 +115,7 @@ ACCEPTED: dict[str, AcceptedFlag] = {
         flag: AcceptedFlag(1, "main weights, their gradients and moments are fp32", only=("fp32",))
         for flag in ("--main-params-dtype", "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
     },
+    "--pipeline-model-parallel-size": AcceptedFlag(1, "there is data and tensor parallelism but no pipeline parallelism", only=("1",)),
     "--encoder-tensor-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--encoder-pipeline-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--use-tp-pp-dp-mapping": AcceptedFlag(0, "ranks that share layers are always neighbours, and there are no pipeline stages"),

@@ -19,7 +19,6 @@ DIFFERENCES = "--zero-quantized-weight-differences"
 
 def check_given(config: Config) -> None:
     """Raises FlagError for the first rule that the flags break as they were given."""
-    check_parallelism(config)
     check_quantized_stage(config)
     check_differences(config)
     check_gradients_code(config)
@@ -36,15 +35,6 @@ def check_resolved(config: Config, ranks: RankCounts) -> None:
     check_copy_is_kept(config, ranks)
     check_remaining_link_is_quantized(config, ranks)
     check_partitions_of_gaussian_codes(config, ranks)
-
-
-def check_parallelism(config: Config) -> None:
-    stages = config.distributed.pipeline_model_parallel_size
-    if stages > 1:
-        raise FlagError(
-            f"--pipeline-model-parallel-size {stages} is not available, because there is data and tensor parallelism but no pipeline "
-            "parallelism; choose 1."
-        )
 
 
 def check_quantized_stage(config: Config) -> None:
