@@ -28,8 +28,8 @@ from megatron_zpp.config.groups.zero import ZeroConfig
 class Config:
     """All flags in their groups, with notices and assumptions about them.
 
-    given: names of the fields that the user set. notices: lines to print. assumptions: what the run assumes, one line each.
-    sources: where the value of a field comes from, if not from the flag of its name.
+    given: names of the fields that the user set. implied: those of them that --zeropp set. notices: lines to print. assumptions: what the
+    run assumes, one line each. sources: where the value of a field comes from, if not from the flag of its name.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -46,6 +46,7 @@ class Config:
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
+    implied: frozenset[str] = field(default=frozenset(), compare=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def with_values(self, **values: Any) -> Config:
