@@ -29,7 +29,6 @@ TOKENIZER_FIELDS = (  # all that a tokenizer is built from
     "tokenizer_hf_no_include_special_tokens",
     "null_tokenizer_eod_id",
 )
-BLEND_NORMALIZATIONS = ("twice", "once")
 CHANGED_TOKENIZERS = ("SentencePieceTokenizer", "Llama2Tokenizer")  # Megatron's generations differ in them
 
 
@@ -150,11 +149,10 @@ class DataConfig:
         allowed=FRACTION,
     )
     blend_normalization: str = flag(
-        None,
+        "twice",
         help="How often the weights of a blend are divided by their sum before samples are dealt: twice as in Megatron, or once. The last "
-        "bits of the shares decide which of equal corpora is drawn first.",
-        allowed=BLEND_NORMALIZATIONS,
-        otherwise="twice; a run that resumes keeps its own",
+        "bits of the shares decide which of equal corpora is drawn first. A run that resumes keeps its own.",
+        allowed=("twice", "once"),
     )
     dataloader_type: str = flag(
         "single", help="Order of samples: one shuffled order, the same for any number of ranks.", allowed=("single",)
