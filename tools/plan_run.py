@@ -23,7 +23,7 @@ from plan_tables import plan_as_json, plan_as_text
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.defaults import assume
+from megatron_zpp.config.defaults import MOCK_VOCAB_SIZE, assume
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.groups.data import TOKENIZER_FILES
 from megatron_zpp.config.schema import Config
@@ -41,7 +41,6 @@ from megatron_zpp.training.run_plan import (
 )
 from megatron_zpp.zero.plan.time_model import Computation, Machine, Overlap
 
-NULL_VOCABULARY = 50257  # ids of mock data, see config/defaults.py
 TENSOR_SIZES = (1, 2, 4, 8)
 CONTEXT_SIZES = (1, 2, 4, 8, 16)
 GROUP_NODES = 2  # the most nodes of a group of these sizes
@@ -169,7 +168,7 @@ def _vocab_size(given: Config) -> int:
     data = assume(given).data
     if any(getattr(data, name) is not None for name in TOKENIZER_FILES):
         return build_tokenizer(data).vocab_size
-    return data.vocab_size or NULL_VOCABULARY
+    return data.vocab_size or MOCK_VOCAB_SIZE
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
-from megatron_zpp.config.flag import Bounds, FlagError, any_of, check_value
+from megatron_zpp.config.flag import REQUIRED, Bounds, FlagError, any_of, check_value
 from megatron_zpp.config.obsolete import ACCEPTED, AcceptedFlag, accepted_flag, notice, remedy_of_refused
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.schema import GROUPS, Config
@@ -123,7 +123,7 @@ def default_in_words(option: Option) -> str:
         return "default: off"
     if option.default in (None, ()):
         otherwise = option.flag.otherwise
-        return otherwise if otherwise == "required" else f"default: {otherwise}" if otherwise else "no default"
+        return otherwise if otherwise == REQUIRED else f"default: {otherwise}" if otherwise else "no default"
     return f"default: {option.default}"
 
 

@@ -87,7 +87,7 @@ def check_gradients_code(config: Config) -> None:
 
 def check_blocks_of_gaussian_codes(config: Config) -> None:
     zero = config.zero
-    names = [name for name, is_on in _gaussian_codes(config).items() if is_on]
+    names = _gaussian_codes(config)
     if names and zero.quantization_block_size % GAUSSIAN_BLOCK:
         raise FlagError(
             f"--quantization-block-size {zero.quantization_block_size} does not fit {names[0]}, which has blocks of {GAUSSIAN_BLOCK} "
@@ -96,7 +96,7 @@ def check_blocks_of_gaussian_codes(config: Config) -> None:
 
 
 def check_partitions_of_gaussian_codes(config: Config, ranks: RankCounts) -> None:
-    names = [name for name, is_on in _gaussian_codes(config).items() if is_on]
+    names = _gaussian_codes(config)
     partitions = ranks.data // partition_ranks(config, ranks.data_ranks_per_node)
     if names and partitions > MOST_GAUSSIAN_PARTITIONS:
         larger = [size for size in divisors(ranks.data_ranks_per_node) if size > 1 and ranks.data // size <= MOST_GAUSSIAN_PARTITIONS]
@@ -108,13 +108,11 @@ def check_partitions_of_gaussian_codes(config: Config, ranks: RankCounts) -> Non
         )
 
 
-def _gaussian_codes(config: Config) -> dict[str, bool]:
-    """The flags that ask for a code in blocks of 256, and whether they are given."""
+def _gaussian_codes(config: Config) -> list[str]:
+    """The given flags that ask for a code in blocks of 256."""
     zero = config.zero
-    return {
-        "--zero-quantized-weight-differences": zero.zero_quantized_weight_differences,
-        "--zero-quantized-gradients-code gaussian": zero.zero_quantized_gradients_code == "gaussian",
-    }
+    names = [DIFFERENCES] * zero.zero_quantized_weight_differences
+    return names + ["--zero-quantized-gradients-code gaussian"] * (zero.zero_quantized_gradients_code == "gaussian")
 
 
 def check_gradients_between_microbatches(config: Config) -> None:

@@ -88,7 +88,7 @@ CHANGE_NOTHING = """
     --no-pin-cpu-params / --overlap-cpu-optimizer-d2h-h2d / --use-torch-optimizer-for-cpu-offload / --optimizer-offload-fraction 1.0
     --cpu-offloading-num-layers 0 / --cpu_torch_adam / --ds_fused_adam
     --no-pipeline-parallel / --deepspeed / --deepscale / --deepspeed-activation-checkpointing
-    --synchronize-each-layer
+    --synchronize-each-layer / --recompute-modules core_attn
     --no-mmap-bin-files / --num-dataset-builder-threads 4 / --no-create-attention-mask-in-dataloader / --data-impl mmap / --mmap-warmup
     --no-barrier-with-level-1-timing / --log-batch-size-to-tensorboard / --log-optimizer-states-to-tensorboard / --repeated-dataloader
     --num-experts 1 / --moe-expert-parallel-size 1 / --moe-loss-coeff 0.01 / --moe-train-capacity-factor 1.0 / --moe-min-capacity 4
