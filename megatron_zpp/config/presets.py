@@ -50,12 +50,6 @@ def with_preset(config: Config, ranks: RankCounts) -> Config:
     return replace(config, given=config.given | implied.keys(), implied=frozenset(implied), sources={**config.sources, **sources})
 
 
-def without_partition_of_preset(config: Config) -> Config:
-    """The configuration without the size of a partition if --zeropp has set it, so that it can follow another number of ranks."""
-    field = "zero_hpz_partition_size"
-    return replace(config, given=config.given - {field}).with_values(**{field: 1}) if field in config.implied else config
-
-
 def _values(config: Config, name: str, ranks: RankCounts) -> Iterator[tuple[str, Any]]:
     """The flags of the set and their values in a world of these ranks. A partition that is a part of a node stays as it is given."""
     stage = _stage(config, name)
