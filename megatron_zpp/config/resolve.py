@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_zpp.config import rules_context, rules_model, rules_run, rules_schedule, rules_tensor, rules_zero
 from megatron_zpp.config.batch_schedule import running_schedule
-from megatron_zpp.config.deepspeed import NOTHING, naming_sources, with_deepspeed_json
+from megatron_zpp.config.deepspeed import NOTHING, with_deepspeed_json
 from megatron_zpp.config.defaults import assume, derive
-from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.flag import FlagError, naming_sources
 from megatron_zpp.config.options import check_needs, check_values, declared_without_effect
 from megatron_zpp.config.presets import with_preset
 from megatron_zpp.config.ranks import RankCounts, count_ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zpp.config.flag import FlagError, any_of, in_words, nearest_divisors
+from megatron_zpp.config.flag import FlagError, any_of, divisors, in_words, nearest
 from megatron_zpp.config.options import check_one_of
 from megatron_zpp.config.schema import Config
 
@@ -30,7 +30,7 @@ def check_heads_divide_hidden_size(config: Config) -> None:
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads != 0:
         raise FlagError(
             f"--num-attention-heads {model.num_attention_heads} does not divide --hidden-size {model.hidden_size}; "
-            f"choose {any_of(nearest_divisors(model.hidden_size, model.num_attention_heads))}."
+            f"choose {any_of(nearest(divisors(model.hidden_size), model.num_attention_heads))}."
         )
 
 
@@ -75,7 +75,7 @@ def check_query_groups(config: Config) -> None:
     groups, heads = config.model.num_query_groups, config.model.num_attention_heads
     if heads % groups != 0:
         raise FlagError(
-            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; choose {any_of(nearest_divisors(heads, groups))}."
+            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; choose {any_of(nearest(divisors(heads), groups))}."
         )
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.flag import FlagError, divisors, nearest_divisors
+from megatron_zpp.config.flag import FlagError, divisors, nearest
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import GROUPS
 
@@ -275,8 +275,8 @@ def test_flag_that_changes_nothing_is_noticed(flags, notices):
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
-def test_nearest_divisors_divide_and_none_left_out_is_nearer(number, wish):
-    near = nearest_divisors(number, wish)
+def test_the_nearest_divisors_divide_and_none_left_out_is_nearer(number, wish):
+    near = nearest(divisors(number), wish)
     left_out = [divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor not in near]
     assert near == sorted(near) and all(number % divisor == 0 for divisor in near)
     assert len(near) == 4 or not left_out
