@@ -58,7 +58,8 @@ class World:
             shorten_records()
         self._joined = join(launch, timeout)
         holds_store = launch.rank == 0 and not launch.torchrun_holds_store
-        self._failure_board = FailureBoard(self._joined.reports, launch.rank, launch.world_size, "" if holds_store else self._joined.keeper)
+        keeper = None if holds_store else self._joined.keeper
+        self._failure_board = FailureBoard(self._joined.reports, launch.rank, launch.world_size, keeper)
         self._reported: str | None = None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
         backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
