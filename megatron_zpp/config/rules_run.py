@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, parse_split, read_sources
+from megatron_zpp.config.data_sources import DataSources, parse_split, read_sources
 from megatron_zpp.config.flag import FlagError, in_words, spelling_of, whole_number
-from megatron_zpp.config.groups.data import TOKENIZER_FILES, TOKENIZER_TYPES
+from megatron_zpp.config.groups.data import CORPUS_FIELDS, TOKENIZER_FILES, TOKENIZER_TYPES
 from megatron_zpp.config.options import check_one_of
 from megatron_zpp.config.schema import Config
 
@@ -56,8 +56,7 @@ def check_sources(config: Config) -> None:
 
 def flags_of_corpora(config: Config) -> list[str]:
     """The flags that name the corpora of the run, with their values."""
-    names = (*COMMON_FLAGS, "per_split_data_args_path", *SPLIT_FLAGS.values())
-    return [in_words(name, config.value_of(name)) for name in names if config.value_of(name)]
+    return [in_words(name, config.value_of(name)) for name in CORPUS_FIELDS if config.value_of(name)]
 
 
 def has_weights(sources: DataSources) -> bool:

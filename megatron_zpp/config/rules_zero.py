@@ -245,12 +245,12 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
         return [f"{' and '.join(features)}: {alone}, so nothing crosses a link, is quantized or kept as a copy"]
     if has_inter_link(config, ranks):
         return [] if ranks.tensor == 1 else _missing_intra_link(features, ranks)
-    lines = []
+    others = [feature for feature in features if feature != DIFFERENCES]
+    lines = [f"{' and '.join(others)}: there is one node, so only the link inside it carries quantized values"] if others else []
     if DIFFERENCES in features:
-        features.remove(DIFFERENCES)
-        lines = [f"{DIFFERENCES}: there is one node, so no differences are sent; weights cross the link inside it in the working precision"]
-    if features:
-        lines.insert(0, f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values")
+        lines.append(
+            f"{DIFFERENCES}: there is one node, so no differences are sent; weights cross the link inside it in the working precision"
+        )
     return lines
 
 

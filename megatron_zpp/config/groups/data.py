@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.config.flag import FRACTION, POSITIVE_VOCABULARY, PROCESSES, VOCABULARY, flag, needs, unless, when
+from megatron_zpp.config.flag import FRACTION, POSITIVE_VOCABULARY, PROCESSES, VOCABULARY, flag, is_on, needs, unless, when
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
@@ -28,6 +28,14 @@ TOKENIZER_FIELDS = (  # all that a tokenizer is built from
     "tokenizer_special_tokens",
     "tokenizer_hf_no_include_special_tokens",
     "null_tokenizer_eod_id",
+)
+CORPUS_FIELDS = (  # all that name corpora
+    "data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
 )
 CHANGED_TOKENIZERS = ("SentencePieceTokenizer", "Llama2Tokenizer")  # Megatron's generations differ in them
 
@@ -171,5 +179,4 @@ class DataConfig:
     @property
     def names_corpora(self) -> bool:
         """Whether any flag names files to train on."""
-        paths = (self.data_path, self.train_data_path, self.valid_data_path, self.test_data_path)
-        return any(paths) or self.data_args_path is not None or self.per_split_data_args_path is not None
+        return any(is_on(getattr(self, name)) for name in CORPUS_FIELDS)
