@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_zpp.config.batch_schedule import BatchSchedule, Ramp, horizons, length_in_samples, read_ramp, read_steps
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import read_sources
-from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, divisors, spelling_of, whole_number
+from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, divisors, nearest, spelling_of, whole_number
 from megatron_zpp.config.options import check_one_of
 from megatron_zpp.config.ranks import groups_of
 from megatron_zpp.config.schema import Config
@@ -193,14 +193,16 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
         wish = f'--step-batch-size-schedule "{training.step_batch_size_schedule}" has batches of {counted(size, "sample")},'
     elif training.rampup_batch_size and size != training.global_batch_size:
         wish = f"--rampup-batch-size {' '.join(training.rampup_batch_size)} has batches of {counted(size, 'sample')},"
-    ranks = groups_of(config.distributed, batches.grain // training.micro_batch_size)
+    groups = batches.grain // training.micro_batch_size
+    smaller = [micro for micro in divisors(size // groups) if micro < training.micro_batch_size] if size % groups == 0 else []
     round_down = "give --decrease-batch-size-if-needed to round down, or " if below > 0 else ""
     choice = f"choose {any_of([choice for choice in (below, below + batches.grain) if choice > 0])}"
     if training.rampup_batch_size:
         choice = _fitting_ramp(read_ramp(training.rampup_batch_size), training.global_batch_size, batches.grain)
-    raise FlagError(
-        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {ranks}); {round_down}{choice}."
-    )
+    elif smaller and training.step_batch_size_schedule is None:
+        choice += f", or --micro-batch-size {any_of(nearest(smaller, training.micro_batch_size))}"
+    grain = f"{batches.grain} (--micro-batch-size {training.micro_batch_size} x {groups_of(config.distributed, groups)})"
+    raise FlagError(f"{wish} not a multiple of {grain}; {round_down}{choice}.")
 
 
 def _fitting_ramp(ramp: Ramp, full_size: int, grain: int) -> str:
