@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from megatron_zpp.config.groups.checkpoint import CheckpointConfig
@@ -65,17 +65,5 @@ class Config:
 
 
 PLAN_GROUP = "plan"
-GROUPS: dict[str, type] = {
-    "model": ModelConfig,
-    "training": TrainingConfig,
-    "optimizer": OptimizerConfig,
-    "precision": PrecisionConfig,
-    "zero": ZeroConfig,
-    "distributed": DistributedConfig,
-    "data": DataConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-    "profiling": ProfilingConfig,
-    PLAN_GROUP: PlanConfig,
-}
+GROUPS: dict[str, type] = {name: type(group) for name, group in vars(Config()).items() if is_dataclass(group)}
 GROUP_OF_FIELD: dict[str, str] = {member.name: group for group, members in GROUPS.items() for member in fields(members)}
