@@ -24,8 +24,6 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the checkpoint and prints how to train with it."""
-    if args.make_vocab_size_divisible_by < 1:
-        raise ValueError(f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by} must be 1 or more.")
     source = HfFolder(Path(args.input))
     model, vocab_size = _model(source)
     padded = padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by)

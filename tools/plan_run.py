@@ -23,7 +23,7 @@ from plan_tables import plan_as_json, plan_as_text
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.defaults import assume
+from megatron_zpp.config.defaults import MOCK_VOCAB_SIZE, assume
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.groups.data import TOKENIZER_FILES
 from megatron_zpp.config.schema import Config
@@ -41,7 +41,6 @@ from megatron_zpp.training.run_plan import (
 )
 from megatron_zpp.zero.plan.time_model import Computation, Machine, Overlap
 
-NULL_VOCABULARY = 50257  # ids of mock data, see config/defaults.py
 TENSOR_SIZES = (1, 2, 4, 8)
 CONTEXT_SIZES = (1, 2, 4, 8, 16)
 GROUP_NODES = 2  # the most nodes of a group of these sizes
@@ -62,16 +61,15 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     if given.distributed.ranks_per_node is None:
         raise ranks_left_open(options.nodes)
     world = PlannedWorld(options.nodes, given.distributed.ranks_per_node, is_on_gpu=options.device == "gpu")
-    padded = embedding_rows(given.model, _vocab_size(given))
-    plans, left_out = _plans(given, world, padded)
+    plans, left_out = _plans(given, world, embedding_rows(given.model, _vocab_size(given)))
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
-    computation = _computation(options, zero3, padded)
+    computation = _computation(options, zero3)
     by_size = _by_size(options, given, world, plans)
     by_rate = {
         gigabits: Rate([_estimate(plan, gigabits, computation, options) for plan in plans], by_size.get(gigabits, {}))
         for gigabits in options.inter_gigabits
     }
-    print("\n".join([plan_as_text(world, zero3, padded, computation, by_rate), *left_out]))
+    print("\n".join([plan_as_text(world, zero3, computation, by_rate), *left_out]))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         with naming_file(options.output):
@@ -99,7 +97,7 @@ def _by_size(
             plans = own if sizes == sizes_of(one) else _compared(_with_sizes(given, sizes, one), world, one)
         except ValueError:
             continue  # a rule forbids these sizes, or the batch does not divide among the groups that are left
-        computation = _computation(options, plans[0], one.padded_vocab_size)
+        computation = _computation(options, plans[0])
         for gigabits, estimates in found.items():
             estimates[sizes] = _best([_estimate(plan, gigabits, computation, options) for plan in plans])
     return {gigabits: estimates for gigabits, estimates in found.items() if len(estimates) > 1}
@@ -158,10 +156,11 @@ def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
     return planned_machine(gigabits * options.link_efficiency, options.intra_gigabytes, is_on_gpu=is_on_gpu, overlap=overlap)
 
 
-def _computation(options: argparse.Namespace, zero3: RunPlan, padded: int) -> Computation:
+def _computation(options: argparse.Namespace, plan: RunPlan) -> Computation:
+    """That of the plan's sizes and batch, the same for all members."""
     if options.step_seconds is not None:
-        return computation_by_step(zero3.config, padded, options.step_seconds, zero3.job.microbatches)
-    return computation_by_rate(zero3.config, padded, options.teraflops * TERA)
+        return computation_by_step(plan.config, plan.padded_vocab_size, options.step_seconds, plan.job.microbatches)
+    return computation_by_rate(plan.config, plan.padded_vocab_size, options.teraflops * TERA)
 
 
 def _vocab_size(given: Config) -> int:
@@ -169,7 +168,7 @@ def _vocab_size(given: Config) -> int:
     data = assume(given).data
     if any(getattr(data, name) is not None for name in TOKENIZER_FILES):
         return build_tokenizer(data).vocab_size
-    return data.vocab_size or NULL_VOCABULARY
+    return data.vocab_size or MOCK_VOCAB_SIZE
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

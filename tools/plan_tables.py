@@ -22,10 +22,10 @@ ZEROPP = "ZeRO++"  # whose price lean is compared with
 FITS = {True: "yes", False: "no", None: "not checked"}
 
 
-def plan_as_text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: Computation, by_rate: dict[float, Rate]) -> str:
+def plan_as_text(world: PlannedWorld, zero3: RunPlan, computation: Computation, by_rate: dict[float, Rate]) -> str:
     microbatches = zero3.job.microbatches
     seconds = computation.seconds * microbatches
-    parameters = parameter_count(zero3.config.model, padded)
+    parameters = parameter_count(zero3.config.model, zero3.padded_vocab_size)
     members = next(iter(by_rate.values())).members
     lines = [
         f"{parameters / 1e9:.3g} billion parameters on {counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}, "

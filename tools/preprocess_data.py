@@ -117,6 +117,8 @@ def write_documents(job: Job, builder: CorpusBuilder) -> None:
 
 def _job(args: argparse.Namespace) -> Job:
     paths = find_inputs(args.input, print)
+    if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
+        args.tokenizer_type = "GPT2BPETokenizer"
     data = tokenizer_config(args)
     tokenizer = build_tokenizer(data)
     settings = {"json_keys": args.json_keys, "append_eod": args.append_eod, **tokenizer_identity(data)}
@@ -254,8 +256,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--journal-interval {args.journal_interval:g} must be 0 or more.")
     if len(set(args.json_keys)) < len(args.json_keys):
         raise ValueError(f"--json-keys {' '.join(args.json_keys)} names a key twice; name each once.")
-    if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
-        args.tokenizer_type = "GPT2BPETokenizer"
 
 
 def _parser() -> argparse.ArgumentParser:

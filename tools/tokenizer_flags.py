@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 
 from megatron_zpp.config.flag import check_value
-from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FIELDS, TOKENIZER_TYPES
+from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FIELDS, TOKENIZER_FILES, TOKENIZER_TYPES
 from megatron_zpp.config.obsolete import TOKENIZER_ACCEPTED, TOKENIZER_REFUSED, AcceptedFlag
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
@@ -99,7 +99,7 @@ def tokenizer_identity(data: DataConfig) -> dict[str, object]:
     if data.null_tokenizer_eod_id is not None:
         identity["null_tokenizer_eod_id"] = data.null_tokenizer_eod_id
     identity["tokenizer_special_tokens"] = list(data.tokenizer_special_tokens)
-    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+    for name in TOKENIZER_FILES:
         if identity[name] is not None:
             identity[name] = _digest(Path(str(identity[name])))
     return identity

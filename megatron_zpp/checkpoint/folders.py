@@ -20,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
-from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_complete, is_whole
+from megatron_zpp.checkpoint.manifest import ITERATION_NAME, MANIFEST_FILE, CheckpointError, is_complete, is_whole
 from megatron_zpp.checkpoint.other_programs import foreign_checkpoint
 from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.monitor.file_lock import try_lock
@@ -29,7 +29,7 @@ from megatron_zpp.monitor.owner import own_token
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 LATEST_BYTES = 1 << 12  # limit of a number or a word
 RELEASE = "release"
-_NAME = re.compile(r"(?P<base>iter_(?P<iteration>\d{7,})|release)(\.(?P<stage>tmp|replaced|removed)-(?P<token>[0-9a-f-]+))?")
+_NAME = re.compile(rf"({ITERATION_NAME}|release)(\.(?P<stage>tmp|replaced|removed)-(?P<token>[0-9a-f-]+))?")
 
 
 class LatestError(CheckpointError):

@@ -28,7 +28,7 @@ ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # by element type; the names ar
 CHUNK_BYTES = 1 << 20
 MARKER_BYTES, MANIFEST_BYTES = 1 << 16, 1 << 32  # limits; the manifest of 10,000 ranks with 1,000 pieces each has about 2 GB
 COUNTS_OF_RUN = ("scheduled_samples", "optimizer_steps")
-_ITERATION = re.compile(r"iter_(\d+)")  # at the start of a folder's name
+ITERATION_NAME = r"iter_(?P<iteration>\d{7,})"  # the name of an iteration's folder, as a pattern
 DYNAMIC_SCALE = ("scale", "patience")  # belong to a loss scale that counts its good steps
 FILE_KEYS = frozenset({"name", "nbytes", "header_bytes", "checksums"})
 PIECE_KEYS = frozenset({"parameter", "start", "stop", "file", "offsets", "columns"})
@@ -118,8 +118,8 @@ def read_manifest(folder: Path) -> Manifest:
     file, data = _verified_manifest(folder)
     # Flags are not numbers of the checkpoint: whoever uses them checks them like flags of the command line.
     manifest = _parse(file, file.members(data, has_any_numbers=True))
-    named = _ITERATION.match(folder.name)
-    if named is not None and int(named[1]) != manifest.iteration:
+    named = re.match(ITERATION_NAME, folder.name)
+    if named is not None and int(named["iteration"]) != manifest.iteration:
         file.refuse(f"is that of iteration {manifest.iteration}")
     return manifest
 

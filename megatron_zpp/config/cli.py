@@ -6,11 +6,11 @@ import argparse
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
-from megatron_zpp.config.flag import Bounds, FlagError, any_of, check_value
+from megatron_zpp.config.flag import REQUIRED, Bounds, FlagError, any_of, check_value
 from megatron_zpp.config.obsolete import ACCEPTED, AcceptedFlag, accepted_flag, notice, remedy_of_refused
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.schema import GROUPS, Config
@@ -26,15 +26,21 @@ METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 def parse_flags(argv: Sequence[str]) -> Config:
     """The flags as given. Every other field has its default or None; `resolve.resolve` fills it in.
 
-    Raises FlagError for an unknown flag, a value of the wrong kind or outside its range, and spellings that contradict each other.
-    Prints the help and raises SystemExit(0) for --help.
+    Raises FlagError with a sentence for each unknown flag, each value of the wrong kind or outside its range, and spellings that contradict
+    each other, so that a script can be corrected in one go. Prints the help and raises SystemExit(0) for --help.
     """
-    occurrences = _occurrences(argv)
-    values = {
-        option.name: _value_of(option, occurrences) for option in options() if not occurrences.keys().isdisjoint(option.all_spellings)
-    }
+    occurrences, unknown = _occurrences(argv)
+    mistakes, values = list(_about_unknown_words(unknown)), dict[str, Any]()
+    for option in options():
+        if not occurrences.keys().isdisjoint(option.all_spellings):
+            try:
+                values[option.name] = _value_of(option, occurrences)
+            except FlagError as error:
+                mistakes.append(str(error))
     accepted = {spelling: found for spelling in occurrences if (found := accepted_flag(spelling)) is not None}
-    _check_accepted(accepted, occurrences)
+    mistakes += _about_refused_values(accepted, occurrences)
+    if mistakes:
+        raise FlagError("\n".join(mistakes))
     notices = tuple(notice(spelling, found) for spelling, found in accepted.items())
     return Config(given=frozenset(values), notices=notices, sources=_other_spellings(occurrences)).with_values(**values)
 
@@ -78,10 +84,8 @@ def _parser(others: frozenset[tuple[str, AcceptedFlag]] = frozenset()) -> argpar
             if option.group == group:
                 _add_option(section, option)
     section = parser.add_argument_group("accepted without effect")
-    known = {spelling for option in options() for spelling in option.all_spellings}
     for spelling, accepted in {**ACCEPTED, **dict(others)}.items():
-        if spelling not in known:
-            _add(section, (spelling,), None if accepted.num_values == 1 else accepted.num_values, "VALUE", accepted.reason)
+        _add(section, (spelling,), None if accepted.num_values == 1 else accepted.num_values, "VALUE", accepted.reason)
     return parser
 
 
@@ -119,12 +123,15 @@ def default_in_words(option: Option) -> str:
         return "default: off"
     if option.default in (None, ()):
         otherwise = option.flag.otherwise
-        return otherwise if otherwise == "required" else f"default: {otherwise}" if otherwise else "no default"
+        return otherwise if otherwise == REQUIRED else f"default: {otherwise}" if otherwise else "no default"
     return f"default: {option.default}"
 
 
-def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
-    """The words after each flag, by its spelling. A spelling that is given twice keeps its last words, so that scripts can append."""
+def _occurrences(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The words after each flag, by its spelling, and the words that belong to no flag.
+
+    A spelling that is given twice keeps its last words, so that scripts can append.
+    """
     namespace = argparse.Namespace(occurrences=[])
     words = {word.split("=")[0] for word in argv} - ACCEPTED.keys()
     of_families = frozenset((word, found) for word in words if (found := accepted_flag(word)) is not None)
@@ -132,9 +139,7 @@ def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
         _, unknown = _parser(of_families).parse_known_args(list(argv), namespace)
     except argparse.ArgumentError as error:
         raise FlagError(f"{error.argument_name}: {error.message}; see --help.") from None
-    if unknown:
-        raise _unknown_error(unknown)
-    return dict(namespace.occurrences)
+    return dict(namespace.occurrences), unknown
 
 
 def _value_of(option: Option, occurrences: dict[str, list[str]]) -> Any:
@@ -164,23 +169,20 @@ def _other_spellings(occurrences: Mapping[str, Sequence[str]]) -> dict[str, str]
     return phrases
 
 
-def _check_accepted(accepted: Mapping[str, AcceptedFlag], occurrences: Mapping[str, Sequence[str]]) -> None:
-    """Raises FlagError, with one sentence for each, for the values of accepted flags that would change something."""
-    refused = [
-        f"{' '.join([spelling, *occurrences[spelling]])} is not available, {found.reason}; choose {any_of(found.only)}, or leave it out."
-        for spelling, found in accepted.items()
-        if found.only and not set(occurrences[spelling]) <= set(found.only)
-    ]
-    if refused:
-        raise FlagError("\n".join(refused))
+def _about_refused_values(accepted: Mapping[str, AcceptedFlag], occurrences: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """One sentence for each accepted flag with values that would change something."""
+    for spelling, found in accepted.items():
+        words = occurrences[spelling]
+        if found.only and not set(words) <= set(found.only):
+            yield f"{' '.join([spelling, *words])} is not available, {found.reason}; choose {any_of(found.only)}, or leave it out."
 
 
-def _unknown_error(words: Sequence[str]) -> FlagError:
-    """One sentence for each unknown flag, so that a script can be corrected in one go."""
+def _about_unknown_words(words: Sequence[str]) -> Iterator[str]:
+    """One sentence for each unknown flag. Other words may be their values; if there is no flag, one about the first word."""
     flags = dict.fromkeys(word.split("=")[0] for word in words if FLAG.match(word))
-    if not flags:
-        return FlagError(f"{words[0]} belongs to no flag; write a flag before it, or see --help.")
-    return FlagError("\n".join(_about_unknown(flag) for flag in flags))
+    if words and not flags:
+        yield f"{words[0]} belongs to no flag; write a flag before it, or see --help."
+    yield from map(_about_unknown, flags)
 
 
 def _about_unknown(flag: str) -> str:

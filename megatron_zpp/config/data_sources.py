@@ -15,7 +15,6 @@ from megatron_zpp.config.schema import DataConfig
 QUOTES_AND_BLANKS = "'\" \t\n"
 SEPARATOR_OF_PARTS = re.compile(r"\s*[,/]\s*|\s+")
 SPLITS = ("train", "valid", "test")
-COMMON_FLAGS = ("data_path", "data_args_path")
 SPLIT_FLAGS = {"train": "train_data_path", "valid": "valid_data_path", "test": "test_data_path"}
 
 
@@ -50,7 +49,7 @@ def read_sources(data: DataConfig) -> DataSources:
 
     Raises FlagError for flags that exclude each other and for unusable values.
     """
-    given = [name for name in (*COMMON_FLAGS, "per_split_data_args_path") if getattr(data, name)]
+    given = [name for name in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(data, name)]
     split_given = [name for name in SPLIT_FLAGS.values() if getattr(data, name)]
     if len(given) > 1 or (given and split_given):
         words = " and ".join(spelling_of(name) for name in [*given, *split_given])

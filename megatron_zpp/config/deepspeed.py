@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.deepspeed_offload import OFFLOAD, OLDER, offloads_optimizer
-from megatron_zpp.config.flag import NOT_NEGATIVE, POSITIVE_COUNT, Bounds, FlagError, check_value, in_words, spelling_of
+from megatron_zpp.config.flag import NOT_NEGATIVE, POSITIVE_COUNT, Bounds, FlagError, check_value, in_words, naming_sources, spelling_of
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.config.ranks import RankCounts
@@ -156,9 +155,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(ABSENT_FEATURES, (OFF, NOTHING_TO_PUT)),
 }
 
-OFFLOAD_KEYS = (OFFLOAD, OLDER)
-
-KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *OFFLOAD_KEYS, *WITHOUT_MEANING, *NOT_NEEDED, *REFUSED])
+KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, OFFLOAD, OLDER, *WITHOUT_MEANING, *NOT_NEEDED, *REFUSED])
 SECTIONS: frozenset[str] = frozenset(key.split(".")[0] for key in KEYS if "." in key)
 
 
@@ -199,13 +196,6 @@ def _entries(config: Config) -> Entries | None:
     """What the file of --deepspeed_config holds; None without the flag."""
     file = config.zero.deepspeed_config
     return None if file is None else Entries(file, dict(_flattened(file, read_object(file))))
-
-
-def naming_sources(text: str, sources: Mapping[str, str]) -> str:
-    """The text of an error, followed by the source of each flag in the text that a file, a preset or another spelling has set."""
-    words = set(re.findall(r"--[a-z][\w-]*", text))
-    origins = [f"{spelling_of(name)} is {source}" for name, source in sources.items() if spelling_of(name) in words]
-    return f"{text.removesuffix('.')} ({', '.join(origins)})." if origins else text
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,6 @@ def derive(config: Config, batches: BatchSchedule, ranks: RankCounts) -> Config:
         **_weight_decay_values(config, batches),
         ranks_per_node=ranks.ranks_per_node,
         sequence_parallel=config.distributed.sequence_parallel and ranks.tensor > 1,
-        blend_normalization=_or(config.data.blend_normalization, "twice"),
         device=_or(config.plan.device, "cpu" if config.distributed.distributed_backend == "gloo" else "gpu"),
         profile_dir=_or(config.profiling.profile_dir, config.logging.tensorboard_dir),
         zero_hpz_partition_size=1 if ranks.data == 1 else config.zero.zero_hpz_partition_size,

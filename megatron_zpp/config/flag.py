@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,6 +227,18 @@ def in_words(name: str, value: Any) -> str:
     return f"{spelling_of(name)} {' '.join(value) if isinstance(value, tuple) else value}"
 
 
+def flags_in(text: str) -> list[str]:
+    """The flags that a text names, in their order."""
+    return re.findall(r"--[a-z][\w-]*", text)
+
+
+def naming_sources(text: str, sources: Mapping[str, str]) -> str:
+    """The text of an error, followed by the source of each flag in the text that a file, a preset or another spelling has set."""
+    named = flags_in(text)
+    origins = [f"{spelling_of(name)} is {source}" for name, source in sources.items() if spelling_of(name) in named]
+    return f"{text.removesuffix('.')} ({', '.join(origins)})." if origins else text
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of `number`, ascending."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
@@ -237,9 +250,9 @@ def next_multiple(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def nearest_divisors(number: int, wish: int) -> list[int]:
-    """The up to four divisors of `number` that are nearest to `wish`, ascending."""
-    return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:4])
+def nearest(numbers: Iterable[int], wish: int) -> list[int]:
+    """The up to four numbers that are nearest to `wish`, ascending."""
+    return sorted(sorted(numbers, key=lambda number: abs(number - wish))[:4])
 
 
 def whole_number(text: str) -> int | None:

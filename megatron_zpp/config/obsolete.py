@@ -61,6 +61,9 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--local_rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--deepspeed": AcceptedFlag(0, "--zero-stage alone chooses the sharding"),
     "--deepspeed-activation-checkpointing": AcceptedFlag(0, "--recompute-granularity turns recomputation on"),
+    "--recompute-modules": AcceptedFlag(
+        SEVERAL, "--recompute-granularity selective recomputes attention between its projections", only=("core_attn",)
+    ),
     "--synchronize-each-layer": AcceptedFlag(0, "a block's kernels are in order on their stream"),
     "--no-pipeline-parallel": AcceptedFlag(0, "there is no pipeline engine"),
     "--DDP-impl": AcceptedFlag(1, "--zero-stage 0 is data parallelism"),
@@ -115,6 +118,7 @@ ACCEPTED: dict[str, AcceptedFlag] = {
         flag: AcceptedFlag(1, "main weights, their gradients and moments are fp32", only=("fp32",))
         for flag in ("--main-params-dtype", "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
     },
+    "--pipeline-model-parallel-size": AcceptedFlag(1, "there is data and tensor parallelism but no pipeline parallelism", only=("1",)),
     "--encoder-tensor-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--encoder-pipeline-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--use-tp-pp-dp-mapping": AcceptedFlag(0, "ranks that share layers are always neighbours, and there are no pipeline stages"),
@@ -201,9 +205,8 @@ REFUSED: dict[str, str] = {
     "--quick-geglu": "use --swiglu, which gates as well",
     "--apply-residual-connection-post-layernorm": "leave it out, norms come before attention and feed-forward layer",
     "--multi-latent-attention": "use --num-query-groups, which makes keys and values smaller as well",
-    **dict.fromkeys(
-        ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim", "--rotary-scaling-factor"), NO_LATENTS
-    ),
+    **dict.fromkeys(("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"), NO_LATENTS),
+    **dict.fromkeys(("--rotary-scaling-factor", "--mscale", "--mscale-all-dim"), NO_LATENTS),
     "--embed-layernorm": "leave it out, no norm follows the embedding",
     "--glu-activation": "use --swiglu",
     "--attention-head-type": "use --num-query-groups 1 for multiquery, or leave it out for multihead",

@@ -77,6 +77,14 @@ def check_values(config: Config) -> None:
             check_value(option.spelling, value, option.flag.allowed)
 
 
+def check_one_of(config: Config, *names: str) -> None:
+    """Raises FlagError if more than one of these fields has another value than its default."""
+    default = Config()
+    given = [in_words(name, config.value_of(name)) for name in names if config.value_of(name) != default.value_of(name)]
+    if len(given) > 1:
+        raise FlagError(f"{given[0]} and {given[1]} exclude each other; give one of them.")
+
+
 def check_needs(config: Config) -> None:
     """Raises FlagError if a flag is given without what it needs beside it."""
     for option in options():

@@ -46,17 +46,8 @@ def with_preset(config: Config, ranks: RankCounts) -> Config:
     sources = {
         field: f"set by --zeropp {name}" if value is True else f"set to {value} by --zeropp {name}" for field, value in implied.items()
     }
-    config = replace(config, given=config.given | frozenset(implied), sources={**config.sources, **sources}).with_values(**implied)
-    return config.with_notices(f"--zeropp {name} sets {flags or 'nothing that is not given'}")
-
-
-def without_partition_of_preset(config: Config) -> Config:
-    """The configuration without the size of a partition if --zeropp has set it, so that it can follow another number of ranks."""
-    field = "zero_hpz_partition_size"
-    if "by --zeropp" not in config.sources.get(field, ""):
-        return config
-    sources = {other: source for other, source in config.sources.items() if other != field}
-    return replace(config, given=config.given - {field}, sources=sources).with_values(zero_hpz_partition_size=1)
+    config = config.with_values(**implied).with_notices(f"--zeropp {name} sets {flags or 'nothing that is not given'}")
+    return replace(config, given=config.given | implied.keys(), implied=frozenset(implied), sources={**config.sources, **sources})
 
 
 def _values(config: Config, name: str, ranks: RankCounts) -> Iterator[tuple[str, Any]]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron_zpp.config import rules_context, rules_model, rules_run, rules_schedule, rules_tensor, rules_zero
 from megatron_zpp.config.batch_schedule import running_schedule
-from megatron_zpp.config.deepspeed import NOTHING, naming_sources, with_deepspeed_json
+from megatron_zpp.config.deepspeed import NOTHING, with_deepspeed_json
 from megatron_zpp.config.defaults import assume, derive
-from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.flag import FlagError, naming_sources
 from megatron_zpp.config.options import check_needs, check_values, declared_without_effect
-from megatron_zpp.config.presets import with_preset, without_partition_of_preset
+from megatron_zpp.config.presets import with_preset
 from megatron_zpp.config.ranks import RankCounts, count_ranks
 from megatron_zpp.config.schema import Config
 from megatron_zpp.config.wrong_size import WrongSize
@@ -45,10 +45,16 @@ def could_have(config: Config, world_size: int, **sizes: int) -> bool:
     The rule about the vocabulary is not tried, because the tokenizer decides its size.
     """
     try:
-        _resolved(without_partition_of_preset(config), world_size, None, sizes)
+        _resolved(_as_given(config), world_size, config.distributed.ranks_per_node, sizes)
     except FlagError:
         return False
     return True
+
+
+def _as_given(config: Config) -> Config:
+    """The configuration before it was resolved: without what was filled in, or set by --zeropp."""
+    given = config.given - config.implied
+    return Config(given=given).with_values(**{name: config.value_of(name) for name in given})
 
 
 def _proposing_what_fits(error: WrongSize, given: Config, world_of: WorldOf) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_zpp.config.flag import FlagError, any_of, in_words, nearest_divisors
+from megatron_zpp.config.flag import FlagError, any_of, divisors, in_words, nearest
+from megatron_zpp.config.options import check_one_of
 from megatron_zpp.config.schema import Config
 
 
@@ -10,7 +11,7 @@ def check_given(config: Config) -> None:
     """Raises FlagError for the first rule that the flags break as they were given."""
     check_heads_divide_hidden_size(config)
     check_recomputed_blocks(config)
-    check_one_activation(config)
+    check_one_of(config, "swiglu", "squared_relu")
     check_one_kind_of_positions(config)
     check_norms(config)
     check_vocabulary_padding(config)
@@ -29,7 +30,7 @@ def check_heads_divide_hidden_size(config: Config) -> None:
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads != 0:
         raise FlagError(
             f"--num-attention-heads {model.num_attention_heads} does not divide --hidden-size {model.hidden_size}; "
-            f"choose {any_of(nearest_divisors(model.hidden_size, model.num_attention_heads))}."
+            f"choose {any_of(nearest(divisors(model.hidden_size), model.num_attention_heads))}."
         )
 
 
@@ -40,11 +41,6 @@ def check_recomputed_blocks(config: Config) -> None:
             f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}; "
             f"choose {model.num_layers} or less."
         )
-
-
-def check_one_activation(config: Config) -> None:
-    if config.model.swiglu and config.model.squared_relu:
-        raise FlagError("--swiglu and --squared-relu exclude each other; give one of them.")
 
 
 def check_one_kind_of_positions(config: Config) -> None:
@@ -79,7 +75,7 @@ def check_query_groups(config: Config) -> None:
     groups, heads = config.model.num_query_groups, config.model.num_attention_heads
     if heads % groups != 0:
         raise FlagError(
-            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; choose {any_of(nearest_divisors(heads, groups))}."
+            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; choose {any_of(nearest(divisors(heads), groups))}."
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, parse_split, read_sources
+from megatron_zpp.config.data_sources import DataSources, parse_split, read_sources
 from megatron_zpp.config.flag import FlagError, in_words, spelling_of, whole_number
-from megatron_zpp.config.groups.data import TOKENIZER_FILES, TOKENIZER_TYPES
+from megatron_zpp.config.groups.data import CORPUS_FIELDS, TOKENIZER_FILES, TOKENIZER_TYPES
+from megatron_zpp.config.options import check_one_of
 from megatron_zpp.config.schema import Config
 
 # What a kind of tokenizer needs, and what it is called in messages.
@@ -18,11 +19,11 @@ NEEDED_BY_OTHERS = {"tokenizer_model": "its model file"}
 
 def check_given(config: Config) -> None:
     """Raises FlagError for the first rule that the flags break as they were given."""
-    check_one_precision(config)
+    check_one_of(config, "fp16", "bf16")
     check_loss_scales(config)
     check_sources(config)
     check_retained_checkpoints(config)
-    check_one_schedule_is_meant(config)
+    check_one_of(config, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
     check_profiled_steps(config)
 
 
@@ -30,11 +31,6 @@ def check_resolved(config: Config, world_size: int) -> None:
     """Raises FlagError for the first rule that the filled-in values break in a world of `world_size` ranks."""
     check_tokenizer(config)
     check_profiled_ranks(config, world_size)
-
-
-def check_one_precision(config: Config) -> None:
-    if config.precision.fp16 and config.precision.bf16:
-        raise FlagError("--fp16 and --bf16 exclude each other; give one of them.")
 
 
 def check_loss_scales(config: Config) -> None:
@@ -60,8 +56,7 @@ def check_sources(config: Config) -> None:
 
 def flags_of_corpora(config: Config) -> list[str]:
     """The flags that name the corpora of the run, with their values."""
-    names = (*COMMON_FLAGS, "per_split_data_args_path", *SPLIT_FLAGS.values())
-    return [in_words(name, config.value_of(name)) for name in names if config.value_of(name)]
+    return [in_words(name, config.value_of(name)) for name in CORPUS_FIELDS if config.value_of(name)]
 
 
 def has_weights(sources: DataSources) -> bool:
@@ -86,12 +81,6 @@ def check_retained_checkpoints(config: Config) -> None:
             f"--save-retain-interval {retain_interval} is not a multiple of --save-interval {interval}, so some of what it is to keep "
             f"would never be saved; choose {interval * max(1, round(retain_interval / interval))}."
         )
-
-
-def check_one_schedule_is_meant(config: Config) -> None:
-    checkpoint = config.checkpoint
-    if checkpoint.override_opt_param_scheduler and checkpoint.use_checkpoint_opt_param_scheduler:
-        raise FlagError("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; give one of them.")
 
 
 def check_profiled_steps(config: Config) -> None:

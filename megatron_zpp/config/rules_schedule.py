@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from megatron_zpp.config.batch_schedule import BatchSchedule, Ramp, horizons, length_in_samples, read_ramp, read_steps
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import read_sources
-from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, divisors, spelling_of, whole_number
+from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, divisors, nearest, spelling_of, whole_number
+from megatron_zpp.config.options import check_one_of
 from megatron_zpp.config.ranks import groups_of
 from megatron_zpp.config.schema import Config
 
 
 def check_given(config: Config) -> None:
     """Raises FlagError for the first rule that the flags break as they were given."""
-    check_one_length(config)
-    _check_one_of(config, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
-    _check_one_of(config, "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+    check_one_of(config, "train_iters", "train_samples")
+    check_one_of(config, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
+    check_one_of(config, "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
     check_schedule_counts_like_length(config)
     check_annealing(config)
     check_weight_decays(config)
@@ -33,14 +34,6 @@ def check_resolved(config: Config, batches: BatchSchedule, sample_groups: int) -
     check_validation_sets(config)
     check_batches_of_new_run(config, batches)
     check_evaluation_batch(config, sample_groups)
-
-
-def check_one_length(config: Config) -> None:
-    training = config.training
-    if training.train_iters is not None and training.train_samples is not None:
-        raise FlagError(
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other; give one of them."
-        )
 
 
 def check_total_samples(config: Config, batches: BatchSchedule) -> None:
@@ -72,14 +65,6 @@ def check_schedule_counts_like_length(config: Config) -> None:
             given = "--train-samples" if config.training.train_samples is not None else "--train-tokens"
             length = f"{given} counts in samples" if in_samples else "the length of training counts in iterations"
             raise FlagError(f"{spelling_of(wrong)} {value} does not fit, because {length}; use {spelling_of(right)}.")
-
-
-def _check_one_of(config: Config, *names: str) -> None:
-    unsaid = {"lr_warmup_fraction": (None,)}  # None if not given; a length of 0 may be the default
-    given = {name: config.value_of(name) for name in names if config.value_of(name) not in unsaid.get(name, (None, 0))}
-    if len(given) > 1:
-        words = " and ".join(f"{spelling_of(name)} {value}" for name, value in list(given.items())[:2])
-        raise FlagError(f"{words} exclude each other; give one of them.")
 
 
 def check_annealing(config: Config) -> None:
@@ -208,14 +193,16 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
         wish = f'--step-batch-size-schedule "{training.step_batch_size_schedule}" has batches of {counted(size, "sample")},'
     elif training.rampup_batch_size and size != training.global_batch_size:
         wish = f"--rampup-batch-size {' '.join(training.rampup_batch_size)} has batches of {counted(size, 'sample')},"
-    ranks = groups_of(config.distributed, batches.grain // training.micro_batch_size)
+    groups = batches.grain // training.micro_batch_size
+    smaller = [micro for micro in divisors(size // groups) if micro < training.micro_batch_size] if size % groups == 0 else []
     round_down = "give --decrease-batch-size-if-needed to round down, or " if below > 0 else ""
     choice = f"choose {any_of([choice for choice in (below, below + batches.grain) if choice > 0])}"
     if training.rampup_batch_size:
         choice = _fitting_ramp(read_ramp(training.rampup_batch_size), training.global_batch_size, batches.grain)
-    raise FlagError(
-        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {ranks}); {round_down}{choice}."
-    )
+    elif smaller and training.step_batch_size_schedule is None:
+        choice += f", or --micro-batch-size {any_of(nearest(smaller, training.micro_batch_size))}"
+    grain = f"{batches.grain} (--micro-batch-size {training.micro_batch_size} x {groups_of(config.distributed, groups)})"
+    raise FlagError(f"{wish} not a multiple of {grain}; {round_down}{choice}.")
 
 
 def _fitting_ramp(ramp: Ramp, full_size: int, grain: int) -> str:

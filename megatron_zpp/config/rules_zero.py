@@ -19,7 +19,6 @@ DIFFERENCES = "--zero-quantized-weight-differences"
 
 def check_given(config: Config) -> None:
     """Raises FlagError for the first rule that the flags break as they were given."""
-    check_parallelism(config)
     check_quantized_stage(config)
     check_differences(config)
     check_gradients_code(config)
@@ -36,15 +35,6 @@ def check_resolved(config: Config, ranks: RankCounts) -> None:
     check_copy_is_kept(config, ranks)
     check_remaining_link_is_quantized(config, ranks)
     check_partitions_of_gaussian_codes(config, ranks)
-
-
-def check_parallelism(config: Config) -> None:
-    stages = config.distributed.pipeline_model_parallel_size
-    if stages > 1:
-        raise FlagError(
-            f"--pipeline-model-parallel-size {stages} is not available, because there is data and tensor parallelism but no pipeline "
-            "parallelism; choose 1."
-        )
 
 
 def check_quantized_stage(config: Config) -> None:
@@ -97,7 +87,7 @@ def check_gradients_code(config: Config) -> None:
 
 def check_blocks_of_gaussian_codes(config: Config) -> None:
     zero = config.zero
-    names = [name for name, is_on in _gaussian_codes(config).items() if is_on]
+    names = _gaussian_codes(config)
     if names and zero.quantization_block_size % GAUSSIAN_BLOCK:
         raise FlagError(
             f"--quantization-block-size {zero.quantization_block_size} does not fit {names[0]}, which has blocks of {GAUSSIAN_BLOCK} "
@@ -106,7 +96,7 @@ def check_blocks_of_gaussian_codes(config: Config) -> None:
 
 
 def check_partitions_of_gaussian_codes(config: Config, ranks: RankCounts) -> None:
-    names = [name for name, is_on in _gaussian_codes(config).items() if is_on]
+    names = _gaussian_codes(config)
     partitions = ranks.data // partition_ranks(config, ranks.data_ranks_per_node)
     if names and partitions > MOST_GAUSSIAN_PARTITIONS:
         larger = [size for size in divisors(ranks.data_ranks_per_node) if size > 1 and ranks.data // size <= MOST_GAUSSIAN_PARTITIONS]
@@ -118,13 +108,11 @@ def check_partitions_of_gaussian_codes(config: Config, ranks: RankCounts) -> Non
         )
 
 
-def _gaussian_codes(config: Config) -> dict[str, bool]:
-    """The flags that ask for a code in blocks of 256, and whether they are given."""
+def _gaussian_codes(config: Config) -> list[str]:
+    """The given flags that ask for a code in blocks of 256."""
     zero = config.zero
-    return {
-        "--zero-quantized-weight-differences": zero.zero_quantized_weight_differences,
-        "--zero-quantized-gradients-code gaussian": zero.zero_quantized_gradients_code == "gaussian",
-    }
+    names = [DIFFERENCES] * zero.zero_quantized_weight_differences
+    return names + ["--zero-quantized-gradients-code gaussian"] * (zero.zero_quantized_gradients_code == "gaussian")
 
 
 def check_gradients_between_microbatches(config: Config) -> None:
@@ -257,12 +245,12 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
         return [f"{' and '.join(features)}: {alone}, so nothing crosses a link, is quantized or kept as a copy"]
     if has_inter_link(config, ranks):
         return [] if ranks.tensor == 1 else _missing_intra_link(features, ranks)
-    lines = []
+    others = [feature for feature in features if feature != DIFFERENCES]
+    lines = [f"{' and '.join(others)}: there is one node, so only the link inside it carries quantized values"] if others else []
     if DIFFERENCES in features:
-        features.remove(DIFFERENCES)
-        lines = [f"{DIFFERENCES}: there is one node, so no differences are sent; weights cross the link inside it in the working precision"]
-    if features:
-        lines.insert(0, f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values")
+        lines.append(
+            f"{DIFFERENCES}: there is one node, so no differences are sent; weights cross the link inside it in the working precision"
+        )
     return lines
 
 

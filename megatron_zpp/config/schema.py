@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from megatron_zpp.config.groups.checkpoint import CheckpointConfig
@@ -28,8 +28,8 @@ from megatron_zpp.config.groups.zero import ZeroConfig
 class Config:
     """All flags in their groups, with notices and assumptions about them.
 
-    given: names of the fields that the user set. notices: lines to print. assumptions: what the run assumes, one line each.
-    sources: where the value of a field comes from, if not from the flag of its name.
+    given: names of the fields that the user set. implied: those of them that --zeropp set. notices: lines to print. assumptions: what the
+    run assumes, one line each. sources: where the value of a field comes from, if not from the flag of its name.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -46,6 +46,7 @@ class Config:
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
+    implied: frozenset[str] = field(default=frozenset(), compare=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def with_values(self, **values: Any) -> Config:
@@ -64,17 +65,5 @@ class Config:
 
 
 PLAN_GROUP = "plan"
-GROUPS: dict[str, type] = {
-    "model": ModelConfig,
-    "training": TrainingConfig,
-    "optimizer": OptimizerConfig,
-    "precision": PrecisionConfig,
-    "zero": ZeroConfig,
-    "distributed": DistributedConfig,
-    "data": DataConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-    "profiling": ProfilingConfig,
-    PLAN_GROUP: PlanConfig,
-}
+GROUPS: dict[str, type] = {name: type(group) for name, group in vars(Config()).items() if is_dataclass(group)}
 GROUP_OF_FIELD: dict[str, str] = {member.name: group for group, members in GROUPS.items() for member in fields(members)}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_zpp.config.flag import FlagError, any_of, spelling_of
-
-MOST_NAMED = 4
+from megatron_zpp.config.flag import FlagError, any_of, flags_in, nearest, spelling_of
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,8 @@ class Proposal:
     more: int = 1
 
     def __str__(self) -> str:
-        sizes = sorted(sorted(self.sizes, key=lambda size: abs(size - self.size))[:MOST_NAMED])
         start = f", or {self.start}" if self.start else ""
-        return f"{self.broken}; {self.choose} {any_of(sizes)}{self.also}{start}."
+        return f"{self.broken}; {self.choose} {any_of(nearest(self.sizes, self.size))}{self.also}{start}."
 
     def without_other_errors(self, next_error: Callable[[int, int], str]) -> Proposal:
         """The proposal without what ends in another error. If every size does, it keeps what ends in an error about the same flag as 1.
@@ -60,5 +56,4 @@ class WrongSize(FlagError):
 
 def _first_flag(error: str) -> str | None:
     """The first flag that an error names, "" if it names none; None if there is no error."""
-    found = re.search(r"--[a-z][\w-]*", error)
-    return found[0] if found else "" if error else None
+    return next(iter(flags_in(error)), "" if error else None)

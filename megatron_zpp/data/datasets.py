@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -113,26 +113,27 @@ class CorpusSet:
 
     def __init__(self, data: DataConfig, sources: DataSources, order: SampleOrder, progress: ProgressPrinter) -> None:
         self._surplus = data.mid_level_dataset_surplus
-        self._normalization = data.blend_normalization or "twice"
+        self._normalization = data.blend_normalization
         self._progress = progress
         self._has_separate_sets = data.multiple_validation_sets
         self._set_names = data.validation_set_names
         self._messages: list[str] = []
-        self._repetition: list[str] = []
-        self._seq_length = order.seq_length
         self._corpora = SplitCorpora(sources, data.split, lambda prefix, split: Corpus(prefix, split, order))
 
     def datasets(self, request: DataRequest, rules: DocumentRules) -> Datasets:
         counts = request.sample_counts
-        train = self._dataset("train", counts.train, request.read_samples)
+        used, left_out = self._corpora.used_for_training()
+        self._messages += left_out
+        train = self._drawn("train", used, counts.train)
         if train is None:
             raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora.by_prefix)}")
         valid = self._validation_sets(0 if request.validates_on_all else counts.valid, on_all=request.validates_on_all)
-        test = self._dataset("test", counts.test)
+        test = self._held_out("test", counts.test)
         self._warn_of_repeated_corpora()
         sources = tuple(corpus.source for corpus in self._corpora.by_prefix.values())
         self._messages += [message for source in sources if (message := _missing_ends_warning(source, rules)) is not None]
-        return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys([*self._messages, *self._repetition])))
+        lines = repetition(used, request.read_samples or counts.train, request.seq_length)
+        return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys([*self._messages, *lines])))
 
     def _validation_sets(self, sample_count: int, *, on_all: bool) -> dict[str, SampleSource]:
         """The validation sets by name, without empty ones; with on_all, without those shorter than a sample. sample_count: of each set."""
@@ -140,7 +141,7 @@ class CorpusSet:
         if blend is None:
             return {}
         if not self._has_separate_sets and not on_all:
-            dataset = self._dataset("valid", sample_count)
+            dataset = self._held_out("valid", sample_count)
             return {} if dataset is None else {"": dataset}
         names = self._set_names or _names_of(blend.prefixes)
         found = {
@@ -161,16 +162,17 @@ class CorpusSet:
             return False
         return True
 
-    def _dataset(self, split_name: str, sample_count: int, read_samples: int | None = None) -> SampleSource | None:
-        blend = self._corpora.blends.get(split_name)
-        if blend is None:
+    def _held_out(self, split_name: str, sample_count: int) -> SampleSource | None:
+        """The validation or test data; None if there are none."""
+        if split_name not in self._corpora.blends:
             return None
-        used, left_out = self._corpora.used_for_training() if split_name == "train" else self._corpora.used(split_name)
+        used, left_out = self._corpora.used(split_name)
         self._messages += left_out
-        if not used:
-            return None
-        if split_name == "train":
-            self._repetition = repetition(used, read_samples or sample_count, self._seq_length)
+        return self._drawn(split_name, used, sample_count) if used else None
+
+    def _drawn(self, split_name: str, used: Sequence[tuple[Corpus, float]], sample_count: int) -> SampleSource | None:
+        """The samples of a split. used: its corpora, each with its weight. None if a blend has none to draw."""
+        blend = self._corpora.blends[split_name]
         if blend.is_plain:
             return used[0][0].dataset(split_name, sample_count, self._progress, self._messages)
         if sample_count == 0:

@@ -19,9 +19,9 @@ def training_line(report: IntervalReport, *, with_throughput: bool = False) -> s
         f"consumed samples: {report.consumed_samples:12d}",
         f"consumed tokens: {report.consumed_tokens:12d}",
         f"elapsed time per iteration (ms): {report.elapsed_ms_per_iteration:.1f}",
-        f"learning rate: {_scientific(report.learning_rate, 6)}",
+        f"learning rate: {_scientific(report.learning_rate)}",
         f"global batch size: {report.global_batch_size:5d}",
-        f"lm loss: {_scientific(report.lm_loss, 6)}",
+        f"lm loss: {_scientific(report.lm_loss)}",
         f"loss scale: {report.loss_scale:.1f}",
         f"grad norm: {report.grad_norm:.3f}",
         *_optional("num zeros: {:.1f}", report.num_zeros),
@@ -47,9 +47,9 @@ def megatron_lm_line(report: IntervalReport, printed_at: datetime, *, with_throu
         f"consumed samples: {report.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {report.elapsed_ms_per_iteration:.1f}",
         *(_throughput(report) if with_throughput else ()),
-        f"learning rate: {_scientific(report.learning_rate, 6)}",
+        f"learning rate: {_scientific(report.learning_rate)}",
         f"global batch size: {report.global_batch_size:5d}",
-        f"lm loss: {_scientific(report.lm_loss, 6)}",
+        f"lm loss: {_scientific(report.lm_loss)}",
         f"loss scale: {report.loss_scale:.1f}",
         f"grad norm: {report.grad_norm:.3f}",
         *_optional("num zeros: {:.1f}", report.num_zeros),
@@ -67,8 +67,8 @@ def validation_lines(iteration: int, lm_loss: float, *, set_name: str = "", draw
     """
     perplexity = perplexity_of(lm_loss)
     line = (
-        f" {validation_name(set_name)} loss at iteration {iteration}{drawn_from} | lm loss value: {_scientific(lm_loss, 6)}"
-        f" | lm loss PPL: {_scientific(perplexity, 6)} | "
+        f" {validation_name(set_name)} loss at iteration {iteration}{drawn_from} | lm loss value: {_scientific(lm_loss)}"
+        f" | lm loss PPL: {_scientific(perplexity)} | "
     )
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
@@ -107,6 +107,6 @@ def _duration(seconds: float) -> str:
     return (f"{days}d " if days else "") + f"{hour:02d}h {minute:02d}m {second:02d}s"
 
 
-def _scientific(value: float, digits: int) -> str:
-    text = f"{value:.{digits}E}"
+def _scientific(value: float) -> str:
+    text = f"{value:.6E}"
     return text if math.isfinite(value) else text.lower()

@@ -70,14 +70,16 @@ def nccl_backend() -> str:
 
 
 def world_options(timeout: timedelta, device: torch.device) -> Any:
-    """The options of the world's process group; None where it has no NCCL.
+    """The options of the world's process group; None where it has no NCCL."""
+    return _nccl_options(WORLD_CTAS, timeout, is_urgent=False) if device.type == "cuda" else None
 
-    Shortens the time from a failed collective to the end of the process, unless the environment says how long it is.
+
+def shorten_records() -> None:
+    """Shortens the time from a failed collective to the end of the process, unless the environment says how long it is.
+
+    Call it before the first process group is made.
     """
-    if device.type != "cuda":
-        return None
     os.environ.setdefault(RECORD_VARIABLE, str(RECORD_MILLISECONDS))
-    return _nccl_options(WORLD_CTAS, timeout, is_urgent=False)
 
 
 def _nccl_options(ctas: int, timeout: timedelta, *, is_urgent: bool) -> Any:

@@ -21,7 +21,7 @@ from megatron_zpp.parallel.failures.launcher_watch import FAILURE_EXIT_CODE
 from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
 from megatron_zpp.parallel.failures.unlimited_wait import ended_by_failures
-from megatron_zpp.parallel.groups import end_world, nccl_backend, world_options
+from megatron_zpp.parallel.groups import end_world, nccl_backend, shorten_records, world_options
 from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
 
@@ -55,9 +55,11 @@ class World:
         self._silent_seconds = min(SILENT_SECONDS, 0.8 * self.collective_timeout.total_seconds())
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            shorten_records()
         self._joined = join(launch, timeout)
         holds_store = launch.rank == 0 and not launch.torchrun_holds_store
-        self._failure_board = FailureBoard(self._joined.reports, launch.rank, launch.world_size, "" if holds_store else self._joined.keeper)
+        keeper = None if holds_store else self._joined.keeper
+        self._failure_board = FailureBoard(self._joined.reports, launch.rank, launch.world_size, keeper)
         self._reported: str | None = None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
         backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.schema import Config
 from megatron_zpp.monitor.observer import Observer, Span, StepObserver
 from megatron_zpp.monitor.output import Output
@@ -61,4 +62,4 @@ def make_instruments(config: Config, device: torch.device, rank: int) -> Instrum
 def _check_device(config: Config, device: torch.device) -> None:
     for name in ("nvtx_ranges", "record_memory_history"):
         if config.value_of(name) and device.type != "cuda":
-            raise ValueError(f"--{name.replace('_', '-')} needs a GPU, and this run is on {device.type}; leave it out.")
+            raise ValueError(f"{spelling_of(name)} needs a GPU, and this run is on {device.type}; leave it out.")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_zpp.config.batch_schedule import batch_schedule, horizons
-from megatron_zpp.config.flag import any_of
+from megatron_zpp.config.flag import check_value
+from megatron_zpp.config.groups.optimizer import LR_STYLES
 from megatron_zpp.config.schema import OptimizerConfig, TrainingConfig
 
 # The rate of a decay as a fraction: 1 is the peak, 0 the lowest rate. The argument is the fraction of the decay that is over.
@@ -18,7 +19,6 @@ REMAINING: Mapping[str, Callable[[float], float]] = {
     "exponential": lambda over: 2.0 * math.pow(0.5, over) - 1.0,
     "minus_sqrt": lambda over: 1.0 - math.sqrt(over),
 }
-STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ class LearningRateSchedule:
                 yield member.name, ours, theirs
 
     def __post_init__(self) -> None:
-        if self.style not in STYLES:
-            raise ValueError(f"--lr-decay-style {self.style} is not available; choose {any_of(STYLES)}.")
+        check_value("--lr-decay-style", self.style, LR_STYLES)
 
     def learning_rate(self, num_samples: int) -> float:
         """Learning rate of the step that begins after `num_samples` samples."""

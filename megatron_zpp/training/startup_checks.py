@@ -37,7 +37,7 @@ GPU_FILES, HIDDEN_GPUS = "nvidia[0-9]*", ("", "-1", "NoDevFiles")  # in /dev; va
 # cuBLAS promises reproducible results for these values.
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Paths may be spelled differently on different machines.
-FLAGS_THAT_MAY_DIFFER = {"local_rank", *(option.name for option in options() if option.flag.unit == "path")}
+FLAGS_THAT_MAY_DIFFER = {option.name for option in options() if option.flag.unit == "path"}
 
 
 def check_same_flags(config: Config) -> None:

@@ -134,7 +134,7 @@ def test_there_is_a_case_for_each_tokenizer() -> None:
 def test_a_tokenizer_comes_with_all_that_it_is_built_from(tmp_path: Path, data: DataConfig) -> None:
     write_flags(tmp_path, replace(data, vocab_size=77))
     config = merged(f"--load {tmp_path} --data-path corpus")
-    assert replace(config.data, data_path=(), blend_normalization=None) == replace(data, vocab_size=77)
+    assert replace(config.data, data_path=()) == replace(data, vocab_size=77)
     assert not any("has no effect" in notice for notice in config.notices)
     if data.tokenizer_type != "NullTokenizer":  # which has no files
         given = merged(f"--load {tmp_path} --data-path corpus --tokenizer-model elsewhere --vocab-file v --merge-file m")

@@ -13,13 +13,13 @@ from megatron_zpp.config.deepspeed import (
     KEYS,
     NOT_NEEDED,
     OFF,
-    OFFLOAD_KEYS,
     REFUSED,
     SECTIONS,
     WITHOUT_MEANING,
     asks_for_nothing,
     with_deepspeed_json,
 )
+from megatron_zpp.config.deepspeed_offload import OFFLOAD, OLDER
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import options
 from megatron_zpp.config.ranks import RankCounts
@@ -590,7 +590,7 @@ def test_keys_of_common_files_are_known(key):
 
 
 def test_a_key_is_of_one_kind():
-    kinds = [set(FIELDS), set(BATCH_KEYS), set(OFFLOAD_KEYS), set(WITHOUT_MEANING), set(NOT_NEEDED), set(REFUSED)]
+    kinds = [set(FIELDS), set(BATCH_KEYS), {OFFLOAD, OLDER}, set(WITHOUT_MEANING), set(NOT_NEEDED), set(REFUSED)]
     assert sum(len(kind) for kind in kinds) == len(KEYS)
     assert not SECTIONS & KEYS
 

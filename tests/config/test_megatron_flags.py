@@ -39,7 +39,7 @@ WORK = """
     --pretrained-checkpoint x / --ckpt-step 5 / --exit-on-missing-checkpoint / --use-checkpoint-args / --async-save
     --save-retain-interval 10 / --keep-last 2
 
-    --tensor-model-parallel-size 2 / --sequence-parallel / --pipeline-model-parallel-size 1 / --distributed-backend nccl
+    --tensor-model-parallel-size 2 / --sequence-parallel / --distributed-backend nccl
     --context-parallel-size 2 / --ds-sequence-parallel-size 2 / --cp-comm-type a2a
     --distributed-timeout-minutes 10 / --deterministic-mode / --num-workers 2 / --zero-stage 2 / --deepspeed_config x / --deepscale_config x
     --use-distributed-optimizer / --zero-quantized-weights / --zero-hpz-partition-size 8 / --zero-quantized-gradients
@@ -88,13 +88,13 @@ CHANGE_NOTHING = """
     --no-pin-cpu-params / --overlap-cpu-optimizer-d2h-h2d / --use-torch-optimizer-for-cpu-offload / --optimizer-offload-fraction 1.0
     --cpu-offloading-num-layers 0 / --cpu_torch_adam / --ds_fused_adam
     --no-pipeline-parallel / --deepspeed / --deepscale / --deepspeed-activation-checkpointing
-    --synchronize-each-layer
+    --synchronize-each-layer / --recompute-modules core_attn
     --no-mmap-bin-files / --num-dataset-builder-threads 4 / --no-create-attention-mask-in-dataloader / --data-impl mmap / --mmap-warmup
     --no-barrier-with-level-1-timing / --log-batch-size-to-tensorboard / --log-optimizer-states-to-tensorboard / --repeated-dataloader
     --num-experts 1 / --moe-expert-parallel-size 1 / --moe-loss-coeff 0.01 / --moe-train-capacity-factor 1.0 / --moe-min-capacity 4
     --moe-eval-capacity-factor 1.0 / --moe-router-topk 2 / --moe-token-dispatcher-type alltoall / --moe-grouped-gemm / --topk 1
     --mlp-type standard / --ep-world-size 1 / --expert-interval 2 / --create-moe-param-group / --disable-moe-token-dropping
-    --expert-model-parallel-size 1
+    --expert-model-parallel-size 1 / --pipeline-model-parallel-size 1
 """
 
 # A value, or the flag itself.

@@ -1,5 +1,6 @@
 """From flags as given to a configuration without gaps and contradictions."""
 
+import re
 from typing import get_args, get_type_hints
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.flag import FlagError, divisors, nearest_divisors
+from megatron_zpp.config.flag import FlagError, divisors, nearest
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import GROUPS
 
@@ -180,6 +181,7 @@ def test_broken_rule_names_flag_value_and_remedy(flags, parts):
     "flags, parts",
     [
         ("--micro-batch-size 2 --global-batch-size 12", ["--global-batch-size 12", "--micro-batch-size 2", "choose 8 or 16"]),
+        ("--micro-batch-size 4 --global-batch-size 8", ["--global-batch-size 8", "choose 16, or --micro-batch-size 1 or 2"]),
         ("--zero-stage 3 --zero-hpz-partition-size 3", ["--zero-hpz-partition-size 3", "2 ranks of a node", "choose 1 or 2"]),
         ("--zero-quantized-gradients", ["--zero-quantized-gradients", "--zero-stage 0", "choose --zero-stage 1, 2 or 3"]),
         ("--quantization-block-size 48", ["--quantization-block-size 48", "a multiple of 32"]),
@@ -241,8 +243,10 @@ def test_global_batch_is_refused_exactly_when_it_does_not_split_and_the_remedies
     assert message.startswith(
         f"--global-batch-size {global_batch} is not a multiple of {micro * world_size} (--micro-batch-size {micro} x "
     )
-    remedies = message.split("choose ")[1].rstrip(".").split(" or ")
-    assert all(int(size) % (micro * world_size) == 0 and int(size) > 0 for size in remedies)
+    batches, _, micros = message.split("choose ")[1].partition(", or --micro-batch-size ")
+    assert all(int(size) % (micro * world_size) == 0 and int(size) > 0 for size in batches.rstrip(".").split(" or "))
+    assert all(global_batch % (int(size) * world_size) == 0 for size in re.findall(r"\d+", micros))
+    assert bool(micros) == (global_batch % world_size == 0)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +279,8 @@ def test_flag_that_changes_nothing_is_noticed(flags, notices):
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
-def test_nearest_divisors_divide_and_none_left_out_is_nearer(number, wish):
-    near = nearest_divisors(number, wish)
+def test_the_nearest_divisors_divide_and_none_left_out_is_nearer(number, wish):
+    near = nearest(divisors(number), wish)
     left_out = [divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor not in near]
     assert near == sorted(near) and all(number % divisor == 0 for divisor in near)
     assert len(near) == 4 or not left_out

@@ -100,7 +100,7 @@ def test_a_batch_counts_sample_groups() -> None:
         run_of("--context-parallel-size 2 --micro-batch-size 2 --global-batch-size 12")
     assert str(found.value) == (
         "--global-batch-size 12 is not a multiple of 8 (--micro-batch-size 2 x 4 sample groups of 2 ranks); "
-        "give --decrease-batch-size-if-needed to round down, or choose 8 or 16."
+        "give --decrease-batch-size-if-needed to round down, or choose 8 or 16, or --micro-batch-size 1."
     )
     with pytest.raises(FlagError, match="--eval-global-batch-size 6 is not a multiple of 4 .*4 sample groups of 2 ranks"):
         run_of("--context-parallel-size 2 --eval-global-batch-size 6")

@@ -15,7 +15,14 @@ from harness.rank_pool import RankPool
 from megatron_zpp.parallel import groups
 from megatron_zpp.parallel.communicators import WORLD_CTAS, lane_ctas
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.groups import RECORD_MILLISECONDS, RECORD_VARIABLE, make_lane_groups, nccl_backend, world_options
+from megatron_zpp.parallel.groups import (
+    RECORD_MILLISECONDS,
+    RECORD_VARIABLE,
+    make_lane_groups,
+    nccl_backend,
+    shorten_records,
+    world_options,
+)
 from megatron_zpp.parallel.initialize import FAREWELL, World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import CONTEXT_ACROSS, LANES, TENSOR_ACROSS, Link
@@ -114,7 +121,7 @@ def test_torch_may_change_the_options_of_one_group_without_changing_another_and_
     assert {some._timeout for some in options} == {TIMEOUT}
 
 
-def test_the_worlds_group_has_the_limit_of_small_messages_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_world_shortens_records_and_its_group_has_the_limit_of_small_messages_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
 
     class ConnectedError(Exception):
@@ -127,8 +134,11 @@ def test_the_worlds_group_has_the_limit_of_small_messages_for_nccl(monkeypatch: 
     give_torch_nccl(monkeypatch)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv(RECORD_VARIABLE, "restored afterwards")
+    monkeypatch.delenv(RECORD_VARIABLE)
     with pytest.raises(ConnectedError):
         World(Launch(0, 1, 0, 1), GPU, timedelta(minutes=1))
+    assert os.environ[RECORD_VARIABLE] == str(RECORD_MILLISECONDS)
     assert made["backend"] == f"cpu:gloo,cuda:{nccl_backend()}"
     assert made["pg_options"].config.max_ctas == WORLD_CTAS
     assert made["pg_options"]._timeout == made["timeout"]
@@ -138,12 +148,11 @@ def test_the_worlds_group_has_the_limit_of_small_messages_for_nccl(monkeypatch: 
 def test_the_wait_of_torch_after_a_failed_collective_is_part_of_the_farewell_unless_the_user_chooses_another(
     monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: int
 ) -> None:
-    give_torch_nccl(monkeypatch)
     monkeypatch.setenv(RECORD_VARIABLE, "restored afterwards")
     monkeypatch.setenv(RECORD_VARIABLE, chosen or "")
     if chosen is None:
         monkeypatch.delenv(RECORD_VARIABLE)
-    world_options(TIMEOUT, GPU)
+    shorten_records()
     assert os.environ[RECORD_VARIABLE] == str(expected)
     assert timedelta(milliseconds=4 * RECORD_MILLISECONDS) < FAREWELL / 2
 

@@ -136,6 +136,7 @@ def test_a_run_whose_activations_do_not_fit_is_told_of_more_ranks_for_each_sampl
     text = Run(LONG, 1, 8).refusal(200 * 2**20, is_on_gpu=False)
     assert "no number of such nodes is enough" in text and "--context-parallel-size 2" in text
     assert "--context-parallel-size 8" in Run(LONG, 1, 8, context_ranks=4).refusal(2**20, is_on_gpu=False)
+    assert "--context-parallel-size 2" in Run(f"{LONG} --train-samples 800", 1, 8).refusal(2**20, is_on_gpu=False)
     assert "--context-parallel" not in Run(LONG, 1, 8, context_ranks=8).refusal(2**20, is_on_gpu=False)
 
 

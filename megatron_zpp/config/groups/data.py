@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.config.flag import FRACTION, POSITIVE_VOCABULARY, PROCESSES, VOCABULARY, flag, needs, unless, when
+from megatron_zpp.config.flag import FRACTION, POSITIVE_VOCABULARY, PROCESSES, VOCABULARY, flag, is_on, needs, unless, when
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
@@ -29,7 +29,14 @@ TOKENIZER_FIELDS = (  # all that a tokenizer is built from
     "tokenizer_hf_no_include_special_tokens",
     "null_tokenizer_eod_id",
 )
-BLEND_NORMALIZATIONS = ("twice", "once")
+CORPUS_FIELDS = (  # all that name corpora
+    "data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+)
 CHANGED_TOKENIZERS = ("SentencePieceTokenizer", "Llama2Tokenizer")  # Megatron's generations differ in them
 
 
@@ -150,11 +157,10 @@ class DataConfig:
         allowed=FRACTION,
     )
     blend_normalization: str = flag(
-        None,
+        "twice",
         help="How often the weights of a blend are divided by their sum before samples are dealt: twice as in Megatron, or once. The last "
-        "bits of the shares decide which of equal corpora is drawn first.",
-        allowed=BLEND_NORMALIZATIONS,
-        otherwise="twice; a run that resumes keeps its own",
+        "bits of the shares decide which of equal corpora is drawn first. A run that resumes keeps its own.",
+        allowed=("twice", "once"),
     )
     dataloader_type: str = flag(
         "single", help="Order of samples: one shuffled order, the same for any number of ranks.", allowed=("single",)
@@ -173,5 +179,4 @@ class DataConfig:
     @property
     def names_corpora(self) -> bool:
         """Whether any flag names files to train on."""
-        paths = (self.data_path, self.train_data_path, self.valid_data_path, self.test_data_path)
-        return any(paths) or self.data_args_path is not None or self.per_split_data_args_path is not None
+        return any(is_on(getattr(self, name)) for name in CORPUS_FIELDS)

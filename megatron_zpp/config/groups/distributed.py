@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.config.flag import COUNT, POSITIVE_MINUTES, POSITIVE_RANKS, flag, when
+from megatron_zpp.config.flag import POSITIVE_MINUTES, POSITIVE_RANKS, flag, when
 
 CONTEXT_EXCHANGES = ("a2a", "p2p", "allgather", "a2a+p2p")
 
@@ -37,7 +37,6 @@ class DistributedConfig:
         allowed=CONTEXT_EXCHANGES,
         without_effect=when(context_parallel_size=1),
     )
-    pipeline_model_parallel_size: int = flag(1, help="Pipeline stages; only 1 is available.", unit="ranks", allowed=POSITIVE_RANKS)
     ranks_per_node: int = flag(
         None,
         help="Ranks of one node; must divide the number of ranks.",
@@ -53,11 +52,4 @@ class DistributedConfig:
     )
     distributed_backend: str | None = flag(
         None, help="Communication library.", allowed=("nccl", "gloo"), otherwise="nccl with GPUs, gloo without"
-    )
-    local_rank: int | None = flag(
-        None,
-        help="Accepted because some launchers pass it, and ignored: the environment variable LOCAL_RANK counts.",
-        unit="1",
-        aliases=("--local_rank",),
-        allowed=COUNT,
     )

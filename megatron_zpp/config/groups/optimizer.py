@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.config.flag import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, POSITIVE_COUNT, POSITIVE_TOKENS, TOKENS, flag, needs, when
 
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 CHANGING_DECAY = ("linear", "cosine")  # of --weight-decay-incr-style
 
 
@@ -18,7 +19,7 @@ class OptimizerConfig:
     lr_decay_style: str = flag(
         "linear",
         help="Shape of the decay; constant is assumed when neither data nor length is given.",
-        allowed=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        allowed=LR_STYLES,
     )
     lr_wsd_decay_style: str = flag(
         "exponential",

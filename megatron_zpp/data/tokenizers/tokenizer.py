@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_zpp.config.deepspeed import naming_sources
-from megatron_zpp.config.flag import next_multiple
+from megatron_zpp.config.flag import naming_sources, next_multiple
 from megatron_zpp.config.groups.data import TOKENIZER_TYPES
 from megatron_zpp.config.schema import Config, DataConfig, ModelConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -20,13 +21,20 @@ ANSWER_SECONDS = 0.2  # how long `check` waits for the store before it returns
 MOST_CHARACTERS = 10_000
 
 
+class Keeper(NamedTuple):
+    """Who holds the store, such as `rank 0`, and where, such as `MASTER_ADDR=node7, MASTER_PORT=29500`."""
+
+    name: str
+    place: str
+
+
 class FailureBoard:
     """Shares the first failure of a run among its ranks. Each rank has a Pulse, and calls `check` now and then while it waits for others.
 
-    keeper: holder of the store and its place, as in `rank 0 holds at MASTER_ADDR=node7`; "" if that is this process, or nobody.
+    keeper: of the store; None if that is this process, or nobody.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, keeper: str = "") -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, keeper: Keeper | None = None) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -115,10 +123,10 @@ class FailureBoard:
         return bool(self._store.check([_ended_key(rank)]))
 
     def _without_store(self, own: str) -> str:
-        if not self._keeper:
+        if self._keeper is None:
             return own
-        keeper, _, place = self._keeper.partition(" holds at ")
-        return f"{keeper} shows no sign of life: the store that it holds at {place} {self._loss} (noticed by {own})"
+        name, place = self._keeper
+        return f"{name} shows no sign of life: the store that it holds at {place} {self._loss} (noticed by {own})"
 
 
 def _text(content: bytes) -> str:

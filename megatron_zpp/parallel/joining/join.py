@@ -21,6 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_zpp.parallel.failures.failure_board import Keeper
 from megatron_zpp.parallel.failures.question import NoAnswer, answer_within
 from megatron_zpp.parallel.joining.gathering import Gathering, new_invitation
 from megatron_zpp.parallel.joining.guest import Guest
@@ -39,13 +40,13 @@ class Joined:
     """The stores of a rank that has joined.
 
     kept: outlasts the ranks if torchrun restarts them. part: belongs to this start. reports: the same part over a connection of its own,
-    because a wait on one connection holds up all other requests on it. keeper: the holder of the store and where it is, for messages.
+    because a wait on one connection holds up all other requests on it. keeper: of the store; None if there is only this process.
     """
 
     kept: dist.Store
     part: dist.Store
     reports: dist.Store
-    keeper: str = ""
+    keeper: Keeper | None = None
 
 
 def join(launch: Launch, timeout: timedelta) -> Joined:
@@ -97,7 +98,7 @@ class _Attempt:
             part = invitation.part
         else:
             part = Guest(store, self.place, self._me, self._tell, asks=asks).take_part()
-        keeper = f"{'torchrun' if asks else 'rank 0'} holds at {self.place}"
+        keeper = Keeper("torchrun" if asks else "rank 0", str(self.place))
         return Joined(store, dist.PrefixStore(part, store), dist.PrefixStore(part, second), keeper)
 
     def given_up(self) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.parallel.failures import failure_board
-from megatron_zpp.parallel.failures.failure_board import FailureBoard
+from megatron_zpp.parallel.failures.failure_board import FailureBoard, Keeper
 from megatron_zpp.parallel.failures.pulse import pulse_key
 
 
@@ -99,13 +99,13 @@ def test_a_check_raises_when_the_store_is_lost() -> None:
 
 
 def test_if_the_store_is_closed_its_holder_is_named_and_no_survivor() -> None:
-    said = FailureBoard(LostStore(), 1, 2, "rank 0 holds at node7").report("reset by peer")
+    said = FailureBoard(LostStore(), 1, 2, Keeper("rank 0", "node7")).report("reset by peer")
     assert said == "rank 0 shows no sign of life: the store that it holds at node7 is closed (noticed by rank 1: reset by peer)"
 
 
 def test_if_the_store_is_silent_its_holder_is_named_and_nobody_is_held_up() -> None:
     store = SilentStore()
-    board = FailureBoard(store, 1, 2, "torchrun holds at node7")
+    board = FailureBoard(store, 1, 2, Keeper("torchrun", "node7"))
     board.check()
     board.check()
     said = board.report("timed out")
@@ -124,7 +124,7 @@ def test_a_failure_that_was_read_before_the_store_was_lost_stays_the_first() -> 
 
     store = Ending()
     first = FailureBoard(store, 2, 3).report("out of memory")
-    board = FailureBoard(store, 1, 3, "rank 0 holds at node7")
+    board = FailureBoard(store, 1, 3, Keeper("rank 0", "node7"))
     with pytest.raises(RuntimeError, match="another rank has failed"):
         board.check()
     store.has_ended = True

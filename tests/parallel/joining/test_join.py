@@ -98,7 +98,7 @@ def test_without_torchrun_rank_0_holds_the_store_and_each_rank_has_two_connectio
     found = joined(3, free_port())
     found[1].part.set("key", "1")
     assert [one.part.get("key") for one in found] == [one.reports.get("key") for one in found] == [b"1"] * 3
-    assert found[2].keeper.startswith("rank 0 holds at MASTER_ADDR=127.0.0.1, MASTER_PORT=")
+    assert found[2].keeper.name == "rank 0" and found[2].keeper.place.startswith("MASTER_ADDR=127.0.0.1, MASTER_PORT=")
 
 
 def test_a_torch_whose_default_store_takes_no_socket_holds_the_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
