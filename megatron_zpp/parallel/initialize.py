@@ -39,7 +39,10 @@ class RankLost(RuntimeError):
 
 
 class World:
-    """The connected ranks of this run. Every rank must make the same calls in the same order, except `report_failure`."""
+    """The connected ranks of this run. Every rank must make the same calls in the same order, except `report_failure`.
+
+    release: gives up what this process holds; is called where another thread ends the process.
+    """
 
     def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
         """Connects the ranks: over gloo for CPU tensors, and on GPUs also over NCCL for CUDA tensors. A single rank needs no launcher.
@@ -59,6 +62,7 @@ class World:
         holds_store = launch.rank == 0 and not launch.torchrun_holds_store
         self._failure_board = FailureBoard(self._joined.reports, launch.rank, launch.world_size, "" if holds_store else self._joined.keeper)
         self._reported: str | None = None
+        self.release: Callable[[], object] = lambda: None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
         backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
         with self.connecting():
@@ -156,6 +160,7 @@ class World:
     def _end(self, text: str) -> None:
         """Ends this process from another thread, while a call of torch may wait without a limit."""
         print(f"[Rank {self.rank}] ended, because {self.report_failure(text)}", file=sys.stderr, flush=True)
+        self.release()
         os._exit(FAILURE_EXIT_CODE)
 
 
