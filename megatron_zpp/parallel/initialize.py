@@ -65,7 +65,8 @@ class World:
         self.release: Callable[[], object] = lambda: None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
         backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
-        with self.connecting():
+        # A rank that has connected waits here. In its first collective it would run into the timeout as early as those that cannot connect.
+        with self._naming_lost_ranks(CONNECTING), self._roll_call(CONNECTING).after(print), self.connecting():
             dist.init_process_group(
                 backend,
                 store=self._joined.part,
@@ -102,8 +103,7 @@ class World:
         now and then.
         """
         error = None
-        roll_call = RollCall(self._joined.reports, self.rank, self.world_size, long_work or "", self.check_others, self._silent_seconds)
-        with roll_call.after(announce) if long_work is not None and self.world_size > 1 else nullcontext():
+        with self._roll_call(long_work).after(announce) if long_work is not None and self.world_size > 1 else nullcontext():
             try:
                 yield
             except ValueError as mistake:
@@ -152,6 +152,9 @@ class World:
             yield
         except RuntimeError as error:
             raise RankLost(self.report_failure(f"{what}: {error}")) from None
+
+    def _roll_call(self, work: str) -> RollCall:
+        return RollCall(self._joined.reports, self.rank, self.world_size, work, self.check_others, self._silent_seconds)
 
     def _end_without_store(self) -> None:
         self._failure_board.lose(f"has not answered for {self.collective_timeout.total_seconds():.0f} s")
