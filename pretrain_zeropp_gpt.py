@@ -83,6 +83,7 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: Lau
         return end(launch.rank, error)
     watch.report = partial(world.report_failure, is_cause=True)
     save_lock = SaveLock(config.checkpoint.save, read_job(os.environ))
+    world.release = watch.release = save_lock.release
     try:
         world.agree_on_errors(mistake)
         train(config, launch, world, save_lock)

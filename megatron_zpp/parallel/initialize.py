@@ -39,7 +39,10 @@ class RankLost(RuntimeError):
 
 
 class World:
-    """The connected ranks of this run. Every rank must make the same calls in the same order, except `report_failure`."""
+    """The connected ranks of this run. Every rank must make the same calls in the same order, except `report_failure`.
+
+    release: gives up what this process holds; is called where another thread ends the process.
+    """
 
     def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
         """Connects the ranks: over gloo for CPU tensors, and on GPUs also over NCCL for CUDA tensors. A single rank needs no launcher.
@@ -61,9 +64,11 @@ class World:
         keeper = None if holds_store else self._joined.keeper
         self._failure_board = FailureBoard(self._joined.reports, launch.rank, launch.world_size, keeper)
         self._reported: str | None = None
+        self.release: Callable[[], object] = lambda: None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
         backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
-        with self.connecting():
+        # A rank that has connected waits here. In its first collective it would run into the timeout as early as those that cannot connect.
+        with self._naming_lost_ranks(CONNECTING), self._roll_call(CONNECTING).after(print), self.connecting():
             dist.init_process_group(
                 backend,
                 store=self._joined.part,
@@ -100,8 +105,7 @@ class World:
         now and then.
         """
         error = None
-        roll_call = RollCall(self._joined.reports, self.rank, self.world_size, long_work or "", self.check_others, self._silent_seconds)
-        with roll_call.after(announce) if long_work is not None and self.world_size > 1 else nullcontext():
+        with self._roll_call(long_work).after(announce) if long_work is not None and self.world_size > 1 else nullcontext():
             try:
                 yield
             except ValueError as mistake:
@@ -151,6 +155,9 @@ class World:
         except RuntimeError as error:
             raise RankLost(self.report_failure(f"{what}: {error}")) from None
 
+    def _roll_call(self, work: str) -> RollCall:
+        return RollCall(self._joined.reports, self.rank, self.world_size, work, self.check_others, self._silent_seconds)
+
     def _end_without_store(self) -> None:
         self._failure_board.lose(f"has not answered for {self.collective_timeout.total_seconds():.0f} s")
         self._end("waiting for it")
@@ -158,6 +165,7 @@ class World:
     def _end(self, text: str) -> None:
         """Ends this process from another thread, while a call of torch may wait without a limit."""
         print(f"[Rank {self.rank}] ended, because {self.report_failure(text)}", file=sys.stderr, flush=True)
+        self.release()
         os._exit(FAILURE_EXIT_CODE)
 
 

@@ -80,6 +80,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         _check_below(names.local_rank, local_rank, local_name, local_world_size)
         if local_world_size > world_size:
             raise ValueError(f"the launcher set {local_name}={local_world_size} and {names.world_size}={world_size}; correct one of them")
+    _check_not_left_over(environment, names, world_size)
     _check_exported_world_size(environment, names.world_size, world_size)
     address = _master_address(environment, names, has_one_node=1 < world_size == local_world_size)
     holds_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -111,7 +112,7 @@ def first_host(node_list: str) -> str:
 
 
 def _launcher(environment: Mapping[str, str]) -> _Names | None:
-    mpirun = next((names for names in (OPEN_MPI, HYDRA) if names.local_rank in environment), None)
+    mpirun = _mpirun(environment)
     # A batch script may export WORLD_SIZE alone, for the tasks that srun or mpirun starts.
     if TORCHRUN.world_size in environment and (TORCHRUN.rank in environment or not (mpirun or _is_slurm_task(environment))):
         return TORCHRUN
@@ -131,6 +132,10 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
             f"start it with srun or torchrun, or unset {slurm.world_size} for one rank"
         )
     return slurm
+
+
+def _mpirun(environment: Mapping[str, str]) -> _Names | None:
+    return next((names for names in (OPEN_MPI, HYDRA) if names.local_rank in environment), None)
 
 
 def _kind(environment: Mapping[str, str], names: _Names) -> str:
@@ -179,6 +184,20 @@ def _port(environment: Mapping[str, str], names: _Names | None) -> int:
     if names in (JOB, STEP) and "SLURM_JOB_ID" in environment:
         return FIRST_SLURM_PORT + _number(environment, "SLURM_JOB_ID") % SLURM_PORTS
     return DEFAULT_PORT
+
+
+def _check_not_left_over(environment: Mapping[str, str], names: _Names, world_size: int) -> None:
+    """Refuses variables of one rank in each of several tasks: they come from the shell, and every task would be a whole run."""
+    if names != TORCHRUN or world_size > 1 or _kind(environment, names) == "torchrun":
+        return
+    starter = _mpirun(environment) or (STEP if _is_slurm_task(environment) else None)
+    tasks = environment.get(starter.world_size, "1") if starter is not None else "1"
+    if starter is not None and tasks != "1":
+        raise ValueError(
+            f"RANK={environment[TORCHRUN.rank]} and WORLD_SIZE=1 are set, but {_kind(environment, starter)} has started {tasks} tasks "
+            f"({starter.world_size}), and each would be a run of its own; unset RANK, WORLD_SIZE and LOCAL_RANK for one run of {tasks} "
+            f"ranks, or unset {starter.world_size} for {tasks} runs"
+        )
 
 
 def _check_exported_world_size(environment: Mapping[str, str], name: str, world_size: int) -> None:

@@ -36,10 +36,9 @@ class SaveLock:
             self._held.check()
 
     def release(self) -> None:
-        """Lets other runs save there."""
+        """Lets other runs save there; returns when the lock is gone. Two threads may call it at the same time."""
         if self._held is not None:
             self._held.release()
-            self._held = None
 
     def _take(self, folder: Path, world: World, announce: Callable[[str], None]) -> str:
         """Takes the lock, and tells later starts of this job, which may run on another machine. Returns the text of an error, or ""."""

@@ -199,7 +199,8 @@ def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, 
         if not findings:
             return candidate, tuple(f"WARNING: passed over, because {finding}" for finding in notices)
         notices += findings
-    raise StartupError(f"no checkpoint is good: {'; '.join(notices)}; start anew without --load, or give another")
+    where = folders[0].parent
+    raise StartupError(f"no checkpoint in {where} is good: {'; '.join(notices)}; name another folder, or an empty one to start anew")
 
 
 def _findings(folder: Path, world: World) -> Iterator[str]:

@@ -60,7 +60,8 @@ def test_the_last_good_checkpoint_is_taken_under_its_flag_and_the_damaged_one_na
     assert f"successfully loaded checkpoint from {copy / 'iter_0000002'} at iteration 2" in again
     (copy / "iter_0000002" / "complete.json").unlink()
     message = message_of(ranks, 1, 2, f"{SCHEDULE} --load {copy} --load-last-good-checkpoint")
-    assert "no checkpoint is good" in message and "iter_0000002" in message and "iter_0000004" in message
+    assert f"no checkpoint in {copy} is good" in message and "iter_0000002" in message and "iter_0000004" in message
+    assert message.endswith("; name another folder, or an empty one to start anew\n")  # also a job of the Slurm scripts can do that
 
 
 def test_ranks_that_see_other_old_checkpoints_try_those_of_rank_0(ranks: RankPool, tmp_path: Path, saved: Path) -> None:
@@ -69,7 +70,9 @@ def test_ranks_that_see_other_old_checkpoints_try_those_of_rank_0(ranks: RankPoo
         (copy / "iter_0000004" / "complete.json").unlink()
     shutil.rmtree(copies[1] / "iter_0000002")
     message = message_of(ranks, 1, 2, *(f"{SCHEDULE} --load {copy} --load-last-good-checkpoint" for copy in copies))
-    assert "no checkpoint is good" in message and f"{copies[1] / 'iter_0000002' / 'complete.json'} cannot be read" in message
+    assert (
+        f"no checkpoint in {copies[0]} is good" in message and f"{copies[1] / 'iter_0000002' / 'complete.json'} cannot be read" in message
+    )
 
 
 def test_the_checkpoint_gives_the_shape_that_flags_leave_open(ranks: RankPool, tmp_path: Path, saved: Path) -> None:

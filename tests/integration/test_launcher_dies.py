@@ -16,8 +16,8 @@ from harness.tiny_runs import TINY
 PROGRAM = HARNESS / "watched_rank.py"
 
 
-def test_ranks_of_a_killed_torchrun_end_and_say_why(tmp_path: Path) -> None:
-    flags = "--zero-stage 3 --train-iters 1000000".split()
+def test_ranks_of_a_killed_torchrun_end_say_why_and_leave_no_lock(tmp_path: Path) -> None:
+    flags = f"--zero-stage 3 --train-iters 1000000 --save {tmp_path / 'saved'}".split()
     words = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split(), str(PROGRAM), *TINY, *flags]
     environment = {**os.environ, "WATCHED": str(tmp_path), "OMP_NUM_THREADS": "1"}
     with (tmp_path / "said").open("w") as said:
@@ -31,3 +31,4 @@ def test_ranks_of_a_killed_torchrun_end_and_say_why(tmp_path: Path) -> None:
     ranks = [int((tmp_path / f"rank_{rank}.pid").read_text()) for rank in range(2)]
     wait_until(lambda: not any(map(is_alive, ranks)), "a rank lives on")
     assert f"ended, because its launcher, process {torchrun.pid}, has died" in (tmp_path / "said").read_text()
+    assert list((tmp_path / "saved").iterdir()) == []

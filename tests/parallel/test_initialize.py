@@ -97,38 +97,49 @@ def test_texts_of_any_length_and_alphabet_cross_the_network_as_bytes(ranks: Rank
 
 
 def how_a_rank_ends_while_rank_1_cannot_connect(call: str) -> str:
-    """What this rank says at its end. A call of torch.distributed is replaced: rank 0 waits in it forever, and rank 1 gets an error."""
-    ended, is_rank_0 = Event(), os.environ["RANK"] == "0"
+    """What this rank says at its end.
+
+    A call of torch.distributed is replaced: rank 0 waits in it forever, rank 1 gets an error, and others have connected.
+    """
+    ended, lost = Event(), ""
     before, exit_before = getattr(dist, call), initialize.os._exit
 
     def connect(*_: object, **__: object) -> None:
-        if not is_rank_0:
+        if os.environ["RANK"] == "1":
             raise RuntimeError("connection refused")
-        assert ended.wait(PATIENCE_SECONDS)
+        assert os.environ["RANK"] != "0" or ended.wait(PATIENCE_SECONDS)
 
     setattr(dist, call, connect)
     initialize.os._exit = lambda code: ended.set()  # type: ignore[assignment]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             world = World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=10))
+            world.release = lambda: print("released", file=said)
             if call == "new_group":
                 config = resolve(parse_flags(TINY), 2, 2)
                 build_ladder(config, world, make_instruments(config, world.device, world.rank))
             world._pulse.stop()
     except initialize.RankLost as error:
-        return str(error)
+        lost = str(error)
     finally:
         setattr(dist, call, before)
         initialize.os._exit = exit_before
         if dist.is_initialized():
             dist.destroy_process_group()
-    return said.getvalue().partition("\n")[0]
+    lines = said.getvalue().splitlines()
+    assert lines[1:] == (["released"] if lines and call == "new_group" else [])  # nothing is held before there is a world
+    return lines[0] if lines else lost
 
 
 @pytest.mark.parametrize("call", ["init_process_group", "new_group"], ids=["of the world", "of a lane"])
 def test_a_rank_that_cannot_connect_ends_those_that_wait_for_it_in_a_group(call: str, ranks: RankPool) -> None:
     first = f"rank 1: {initialize.CONNECTING}: connection refused"
     assert ranks.run(1, 2, how_a_rank_ends_while_rank_1_cannot_connect, call) == [f"[Rank 0] ended, because {first}", first]
+
+
+def test_a_rank_that_has_connected_waits_for_those_that_cannot_and_says_why_they_fail(ranks: RankPool) -> None:
+    first = f"rank 1: {initialize.CONNECTING}: connection refused"
+    assert ranks.run(1, 3, how_a_rank_ends_while_rank_1_cannot_connect, "init_process_group")[2] == first
 
 
 def test_nothing_that_ranks_send_is_pickled() -> None:

@@ -15,6 +15,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
 INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 BATCH_STEP, INTERACTIVE_STEP = "4294967291", "4294967290"
 
 
@@ -85,6 +86,25 @@ def test_a_world_size_that_the_batch_script_exports_may_agree_with_slurm_and_mus
     assert read_launch(SLURM | {"WORLD_SIZE": "4"}) == read_launch(SLURM)
     with pytest.raises(ValueError, match="WORLD_SIZE=2 and SLURM_NTASKS=4 differ.*unset WORLD_SIZE"):
         read_launch(SLURM | {"WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("started", "size"), [(SLURM | {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS"), (OPEN_MPI, "OMPI_COMM_WORLD_SIZE")]
+)
+def test_variables_of_one_rank_in_each_of_several_tasks_are_refused_unless_torchrun_set_them(started: dict[str, str], size: str) -> None:
+    tasks, alone = started[size], Launch(0, 1, 0, None)
+    with pytest.raises(
+        ValueError, match=rf"^RANK=0 and WORLD_SIZE=1 are set, but .* {tasks} tasks \({size}\).* unset {size} for {tasks} runs$"
+    ):
+        read_launch(started | ONE_RANK)
+    assert read_launch(started | ONE_RANK | {"TORCHELASTIC_RUN_ID": "none"}) == alone
+    assert read_launch(without(started, size) | ONE_RANK) == alone
+    assert read_launch(started | {size: "1"} | ONE_RANK) == alone
+
+
+@pytest.mark.parametrize("step", [BATCH_STEP, INTERACTIVE_STEP])
+def test_variables_of_one_rank_are_that_rank_in_the_shell_of_a_job_of_several_tasks(step: str) -> None:
+    assert read_launch(SLURM | {"SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "4"} | ONE_RANK) == Launch(0, 1, 0, None)
 
 
 @pytest.mark.parametrize("step", [None, BATCH_STEP, INTERACTIVE_STEP])

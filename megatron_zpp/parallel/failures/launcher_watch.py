@@ -27,7 +27,7 @@ REAPERS = frozenset({"init", "systemd", "tini", "dumb-init", "docker-init", "cat
 class LauncherWatch:
     """Watches the launcher during a `with` block. is_launched: whether there is one; a process without one survives its parent.
 
-    report: tells the other ranks of a failure; set it once there is a way to.
+    report: tells the other ranks of a failure; set it once there is a way to. release: gives up, after that, what this process holds.
     """
 
     def __init__(self, rank: int, *, is_launched: bool) -> None:
@@ -36,6 +36,7 @@ class LauncherWatch:
         self._launcher = parent_at_start()
         self._done = Event()
         self.report: Callable[[str], object] = lambda text: None
+        self.release: Callable[[], object] = lambda: None
 
     def __enter__(self) -> LauncherWatch:
         if self._is_launched:
@@ -62,6 +63,7 @@ class LauncherWatch:
         with contextlib.suppress(OSError, ValueError):  # the launcher may have read standard error
             print(f"[Rank {self._rank}] ended, because {why}", file=sys.stderr, flush=True)
         self.report(why)
+        self.release()
 
 
 def _is_reaper(pid: int) -> bool:

@@ -24,7 +24,7 @@ def said_by_orphan(is_launched: bool, report: Callable[[str], object]) -> str:
         os.dup2(pen, 2)
         sys.stderr = os.fdopen(2, "w")
         parent, watch = os.getppid(), LauncherWatch(3, is_launched=is_launched)
-        watch.report = report
+        watch.report, watch.release = report, lambda: os.write(2, b" released")
         os.write(begun, b"b")
         with watch:
             pause = threading.Event()
@@ -58,9 +58,9 @@ def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_watch, "LAST_WORDS_SECONDS", 0.5)
 
 
-def test_a_rank_whose_launcher_is_killed_says_so_reports_it_and_ends() -> None:
+def test_a_rank_whose_launcher_is_killed_says_so_reports_it_releases_what_it_holds_and_ends() -> None:
     expected = "[Rank 3] ended, because its launcher, process PID, has died\n"
-    assert said_by_orphan(True, lambda text: os.write(2, b"reported")) == expected + "reported"
+    assert said_by_orphan(True, lambda text: os.write(2, b"reported")) == expected + "reported released"
 
 
 def test_a_store_that_does_not_answer_keeps_no_rank_alive() -> None:
@@ -73,4 +73,5 @@ def test_a_process_without_a_launcher_survives_its_shell() -> None:
 
 def test_a_rank_whose_launcher_died_before_the_first_look_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_watch, "_is_reaper", lambda _: True)
-    assert said_by_orphan(True, lambda _: None) == "[Rank 3] ended, because its launcher died before this process had begun\n"
+    expected = "[Rank 3] ended, because its launcher died before this process had begun\n released"
+    assert said_by_orphan(True, lambda _: None) == expected
