@@ -53,6 +53,9 @@ def program(gpu: Gpu) -> tuple[list[float], set[Site]]:
         first, second = link.start_summed(total @ weight), link.start_gather(own)
         total = link.summed(own @ weight) + link.gather(own)[0]
         numbers += [of_weight.sum(), total.sum(), first.wait().sum() + second.wait().sum()]
+        # The same while the later one of two is under way.
+        first, second = link.start_gather(total), link.start_gather(own)
+        numbers += [first.wait().sum(), link.gather(own).sum(), second.wait().sum()]
     values = torch.stack(numbers).tolist()
     gpu.machine.synchronize()
     return values, gpu.machine.needed
