@@ -313,6 +313,7 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
 def _end_groups(ladder: Ladder, groups: Mapping[Lane, dist.ProcessGroup], remind: Callable[[], None]) -> None:
     """Ends the process groups of the lanes, once no rank needs them any more."""
     ladder.gather_world(torch.zeros(1, device=ladder.device))
+    ladder.lanes.drain()  # until the gather has ended; on a GPU it has only been enqueued
     for group in groups.values():
         end_group(group)
     atexit.unregister(remind)
