@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU copies to by itself."""
+"""Memory of the host that a GPU copies to and from by itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ import torch
 from torch import Tensor
 
 REGISTER_FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
+
+
+def copied_to(device: torch.device, values: Tensor) -> Tensor:
+    """`values` on `device`.
+
+    A GPU copies values of the host in the order of its stream, from pinned memory, while the host goes on; torch keeps that memory until
+    then.
+    """
+    if device.type == "cuda" and not values.is_cuda:
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 def pinned_zeros(numel: int, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_zpp.comm.pinned_memory import copied_to
 from megatron_zpp.model.activations import mask_bytes
 from megatron_zpp.model.attention_kernel import HeadShape, attend
 
@@ -50,7 +51,7 @@ class MaskedDocuments:
     """One additive mask for all blocks: -inf for tokens of other documents and for later tokens. Any device, dtype and dropout."""
 
     def __init__(self, document_lengths_R: Tensor, sample_shape: tuple[int, int], head: HeadShape, device: torch.device) -> None:
-        run_BS = torch.repeat_interleave(document_lengths_R).view(sample_shape).to(device)
+        run_BS = copied_to(device, torch.repeat_interleave(document_lengths_R).view(sample_shape))
         is_future_SS = torch.ones(sample_shape[1], sample_shape[1], dtype=torch.bool, device=device).triu_(1)
         is_apart_B1SS = (run_BS[:, None, :, None] != run_BS[:, None, None, :]).logical_or_(is_future_SS)
         self._mask_B1SS = torch.zeros(is_apart_B1SS.shape, dtype=head.dtype, device=device).masked_fill_(is_apart_B1SS, -torch.inf)

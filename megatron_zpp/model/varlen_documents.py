@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_zpp.comm.pinned_memory import copied_to
 from megatron_zpp.model.attention_kernel import repeated_heads
 
 
@@ -20,7 +21,7 @@ class VarlenDocuments:
     """Flash attention over runs of different lengths: no score between two documents is computed or kept."""
 
     def __init__(self, document_lengths_R: Tensor, device: torch.device) -> None:
-        self._bounds = F.pad(document_lengths_R.cumsum(0), (1, 0)).to(device, torch.int32)  # [R + 1] tokens
+        self._bounds = copied_to(device, F.pad(document_lengths_R.cumsum(0), (1, 0)).int())  # [R + 1] tokens
         self._longest = int(document_lengths_R.max())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # every micro-batch has other lengths, and each would be compiled again

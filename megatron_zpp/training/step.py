@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.comm.pinned_memory import copied_to
 from megatron_zpp.data.loader import MicroBatch
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -75,23 +76,14 @@ def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> t
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch with its tensors on `device`, except the lengths of documents, which stay on the host.
-
-    A GPU copies them in the order of its stream, from pinned memory, while the host goes on; torch keeps that memory until then.
-    """
+    """The micro-batch with its tensors on `device`, except the lengths of documents, which stay on the host."""
     return replace(
         batch,
-        tokens=_on_device(batch.tokens, device),
-        labels=_on_device(batch.labels, device),
-        loss_mask=_on_device(batch.loss_mask, device),
-        position_ids=None if batch.position_ids is None else _on_device(batch.position_ids, device),
+        tokens=copied_to(device, batch.tokens),
+        labels=copied_to(device, batch.labels),
+        loss_mask=copied_to(device, batch.loss_mask),
+        position_ids=None if batch.position_ids is None else copied_to(device, batch.position_ids),
     )
-
-
-def _on_device(values: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and not values.is_cuda:
-        return values.pin_memory().to(device, non_blocking=True)
-    return values.to(device)
 
 
 def gather_numbers(own: Sequence[Tensor | float], engine: ZeroEngine) -> Tensor:

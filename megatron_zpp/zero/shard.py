@@ -33,6 +33,7 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.config.counted import counted
+from megatron_zpp.ops import extension
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import end_group, end_world, make_lane_groups
@@ -103,6 +104,9 @@ def shard(
     timeout: of a hop over torch.distributed; a rank that waits for another longer than this fails. Other collectives (the gradient norm,
         full_weights) have the timeout of the default process group. Default: 10 minutes.
 
+    Kernels that are built (python -m megatron_zpp.ops.extension) are loaded. On GPUs a policy that quantizes needs them, unless
+    MEGATRON_ZPP_REFERENCE_OPS=1 is in the environment.
+
     Per step, on every rank: for each micro-batch `engine.backward(loss, microbatches=k, is_last_microbatch=...)` in place of
     loss.backward(), with the mean loss of this rank's micro-batch; then `engine.step(learning_rate)`. To do something in between, call
     `engine.finish_gradients()` and `engine.update(learning_rate)` instead. Gradients are means over micro-batches and ranks; zero_grad()
@@ -143,6 +147,7 @@ def shard(
     with raising_alike(probe, device):
         grid = _checked_grid(grid, backend, world_size)
         _check_options(options)
+        _load_kernels(options.policy, device)
         plan = plan_of(module, units, uses, initialize)
     check_alike(probe, device, _arguments_as_bytes(plan, grid, options, loss_scaler), "arguments of shard() or shapes of parameters")
     if initialize is None:
@@ -255,6 +260,18 @@ def _check_options(options: EngineOptions) -> None:
         raise ValueError(f"clip_grad is {options.clip_grad}; choose a positive norm, or 0 for no clipping")
 
 
+def _load_kernels(policy: Policy, device: torch.device) -> None:
+    """Loads the kernels if they are built. Raises ValueError if a GPU lacks those that the policy needs, and was not told to do without."""
+    extension.load()
+    codes = (policy.weight_codes, policy.gradient_codes)
+    quantizes = any(not code.is_exact for links in codes for code in (links.inter, links.intra))
+    if quantizes and device.type == "cuda" and not (extension.has_kernels_for("cuda") or extension.wants_reference(os.environ)):
+        raise ValueError(
+            f"the policy quantizes and this GPU has no kernels for it: {extension.report('cuda')}, run where this rank runs. Or set "
+            f"{extension.REFERENCE_VARIABLE}=1 on every rank to train without kernels"
+        )
+
+
 def _device(module: nn.Module, backend: Backend | None) -> torch.device:
     if backend is not None:
         return torch.device("cpu")
@@ -296,6 +313,7 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
 def _end_groups(ladder: Ladder, groups: Mapping[Lane, dist.ProcessGroup], remind: Callable[[], None]) -> None:
     """Ends the process groups of the lanes, once no rank needs them any more."""
     ladder.gather_world(torch.zeros(1, device=ladder.device))
+    ladder.lanes.drain()  # until the gather has ended; on a GPU it has only been enqueued
     for group in groups.values():
         end_group(group)
     atexit.unregister(remind)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
+from megatron_zpp.comm import backend as backend_module
+from megatron_zpp.comm.backend import TorchBackend, VirtualBackend, VirtualWorld
 from megatron_zpp.comm.lanes import Hop, ThreadLanes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link
@@ -126,3 +128,20 @@ def test_a_member_that_has_not_waited_yet_holds_nothing_that_others_have_sent_or
     del output, sent
     assert [tensor() for tensor in freed] == [None, None]
     work.wait()
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_on_a_gpu_a_collective_runs_in_the_stream_that_calls_it(is_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has a stream of its own for those with async_op."""
+    asked: list[bool] = []
+
+    def collective(*buffers: object, group: object, async_op: bool) -> object:
+        asked.append(async_op)
+        return object() if async_op else None
+
+    monkeypatch.setattr(backend_module, "_all_gather", collective)
+    monkeypatch.setattr(backend_module.dist, "all_to_all_single", collective)
+    lane, buffer = LANES[0], cast(Any, SimpleNamespace(is_cuda=is_cuda))
+    backend = TorchBackend(GRIDS[0], 0, {lane: cast(Any, None)})
+    works = [call(lane, buffer, buffer) for call in (backend.all_gather, backend.exchange)]
+    assert asked == [not is_cuda] * 2 and [work is None for work in works] == [is_cuda] * 2

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from harness.fake_streams.machine import Machine
 from harness.patience import PATIENCE_SECONDS, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.comm.backend import Work
-from megatron_zpp.comm.lanes import Hop, ThreadLanes
+from megatron_zpp.comm.lanes import Hop, StreamLanes, ThreadLanes, nothing
 from megatron_zpp.parallel.topology import LANES, MOST_CROSSING, Lane
 
 
@@ -225,6 +226,14 @@ def test_a_long_wait_ends_with_what_the_watch_raises(monkeypatch: pytest.MonkeyP
         lanes.wait(hop)
     with pytest.raises(RuntimeError, match="an earlier collective"):
         lanes.submit(diary.hop("too late", LANES[0]))
+
+
+def test_a_collective_that_fails_on_streams_is_named_by_its_unit_and_lane() -> None:
+    def fail() -> None:
+        raise RuntimeError("NCCL error: peer exited")
+
+    with pytest.raises(RuntimeError, match=rf"^unit block\.3, lane {LANES[1]}: the collective failed, .*: NCCL error: peer exited$"):
+        StreamLanes(Machine()).submit(Hop("block.3", LANES[1], fail, nothing))
 
 
 def test_the_thread_of_lanes_that_nobody_holds_any_more_ends() -> None:

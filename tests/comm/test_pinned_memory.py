@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_zpp.comm.pinned_memory import pinned_zeros
+from megatron_zpp.comm.streams import CudaStreams
 
 
 class FakeRuntime:
@@ -36,6 +37,15 @@ def test_no_more_is_pinned_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -
     give_cuda(monkeypatch, runtime)
     values = pinned_zeros(1025, torch.float32)
     assert runtime.pinned == {values.data_ptr(): 4 * 1025} and not values.any()
+
+
+def test_a_gpus_large_memory_of_the_host_is_pinned_so_and_what_is_not_copied_from_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    give_cuda(monkeypatch, runtime)
+    streams, numel = CudaStreams(torch.device("cuda")), 2**18 + 1
+    values = streams.host_memory(numel, torch.float32)
+    streams.host_memory(numel, torch.float32, is_pinned=False)
+    assert runtime.pinned == {values.data_ptr(): 4 * numel}
 
 
 def test_memory_stays_pinned_while_a_part_of_it_lives_and_is_let_go_before_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

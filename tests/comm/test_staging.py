@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import torch
+from harness.fake_streams.machine import Machine
 
 from megatron_zpp.comm.staging import Staging
 
@@ -38,3 +39,17 @@ def test_cleared_buffers_are_let_go_and_no_longer_counted() -> None:
     staging.clear()
     assert staging.allocated_bytes == 64
     assert staging.take(128) is not returned and staging.allocated_bytes == 64 + 128 and kept.numel() == 64
+
+
+def test_a_stream_takes_its_own_buffers_again_and_of_these_the_one_given_back_first() -> None:
+    machine = Machine()
+    staging = Staging(torch.device("cpu"), machine)
+    lane = machine.make()
+    with machine.entered(lane):
+        of_lane = [staging.take(32) for _ in range(2)]
+    of_computation = staging.take(32)
+    for buffer in (*of_lane, of_computation):
+        staging.give(buffer)
+    assert staging.take(32) is of_computation
+    with machine.entered(lane):
+        assert staging.take(32) is of_lane[0]

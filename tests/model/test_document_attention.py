@@ -128,6 +128,22 @@ def test_one_mask_serves_all_blocks_and_its_size_is_said() -> None:
     assert "a mask of 16.0 MiB per micro-batch" in document_attention.describe(CPU, HeadShape(torch.float32, 64, False), (4, 1024))
 
 
+def test_documents_come_to_a_gpu_as_micro_batches_do_so_the_host_waits_for_none(
+    monkeypatch: pytest.MonkeyPatch, varlen_documents: ModuleType
+) -> None:
+    copied: list[Tensor] = []
+
+    def note(device: torch.device, values: Tensor) -> Tensor:
+        copied.append(values)
+        return values
+
+    for module in (document_attention, varlen_documents):
+        monkeypatch.setattr(module, "copied_to", note)
+    MaskedDocuments(torch.tensor(LENGTHS), (3, 12), HeadShape(torch.float32, 10, False), CPU)
+    varlen_documents.VarlenDocuments(torch.tensor(LENGTHS), torch.device("cuda"))
+    assert [values.dtype for values in copied] == [torch.int64, torch.int32]
+
+
 def block_by_block(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
     """What variable-length attention computes, one run after the other: [T, N, D]."""
     spans = [slice(start, stop) for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]

@@ -7,6 +7,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,15 +24,16 @@ from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.code import Code
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.codecs import BlockCodec, CastCodec, Codec, make_codec
+from megatron_zpp.ops import extension
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
-from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_offloaded_optimizer
+from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_offloaded_optimizer, with_quantized_gradients
 from megatron_zpp.zero.schedule import Prefetch
-from megatron_zpp.zero.shard import full_weights, shard
+from megatron_zpp.zero.shard import _load_kernels, full_weights, shard
 
 UNITS = ["embedding", "blocks.0", "blocks.1", "final"]
 OPTIONS = EngineOptions(block_numel=32, clip_grad=0.3)
@@ -402,6 +404,35 @@ def test_a_program_that_ends_without_closing_its_engine_is_told_so_on_every_rank
 
 def test_a_module_that_was_refused_leaves_no_reminder_to_close_its_engine(ranks: RankPool) -> None:
     assert ranks.run(1, 2, reminders_of_a_refused_module) == [0, 0]
+
+
+def test_kernels_that_are_built_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[bool] = []
+    monkeypatch.setattr(extension, "load", lambda: loads.append(True))
+    shard(nn.Sequential(nn.Linear(4, 4)), ["0"]).close()
+    assert loads == [True]
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "has_kernels", "asks_for_reference", "is_refused"),
+    [
+        (ZEROPP, "cuda", False, False, True),
+        (with_quantized_gradients(POLICIES[2]), "cuda", False, False, True),
+        (ZEROPP, "cuda", True, False, False),
+        (ZEROPP, "cuda", False, True, False),
+        (ZEROPP, "cpu", False, False, False),
+        (POLICIES[3], "cuda", False, False, False),
+    ],
+    ids=str,
+)
+def test_a_gpu_without_kernels_is_refused_with_the_remedy_if_the_policy_quantizes(
+    policy: Policy, device: str, has_kernels: bool, asks_for_reference: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "has_kernels_for", lambda device_type: has_kernels)
+    monkeypatch.setenv(extension.REFERENCE_VARIABLE, str(int(asks_for_reference)))
+    remedy = "This builds the kernels: .*, run where this rank runs. Or set MEGATRON_ZPP_REFERENCE_OPS=1 on every rank"
+    with pytest.raises(ValueError, match=remedy) if is_refused else nullcontext():
+        _load_kernels(policy, torch.device(device))
 
 
 def test_a_process_alone_is_a_world_of_one_on_the_device_of_the_module() -> None:

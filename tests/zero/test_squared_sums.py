@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_zpp.comm.code import Runs
 from megatron_zpp.zero import engine, squared_sums
 from megatron_zpp.zero.norm_memory import CHUNK_NUMEL, norm_bytes
-from megatron_zpp.zero.squared_sums import SquaredSums, squared_sums_at_once, squared_sums_by_chunks
+from megatron_zpp.zero.squared_sums import SquaredSums, squared_sums_at_once, squared_sums_by_chunks, squared_sums_for
 
 CPU = torch.device("cpu")
 WAYS = [squared_sums_by_chunks, squared_sums_at_once]
@@ -44,6 +44,10 @@ def test_one_bad_element_makes_its_units_sum_not_finite_and_no_other(way: Square
     spoilt = units()
     spoilt[3][1][17] = bad
     assert way(spoilt, CPU).isfinite().tolist() == [True, True, True, False]
+
+
+def test_a_gpu_adds_all_units_at_once_and_a_cpu_chunk_by_chunk() -> None:
+    assert [squared_sums_for(torch.device(device), "torch") for device in ("cuda", "cpu")] == [squared_sums_at_once, squared_sums_by_chunks]
 
 
 def test_tensors_too_long_for_one_kernel_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ class Accesses(TorchDispatchMode):
         self._blocks: dict[int, Block] = {} if blocks is None else blocks
         self.is_paused = False
         self._sideless: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._literals: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._found_late: RaceError | None = None  # by a finalizer, which cannot raise
 
     @classmethod
@@ -108,8 +109,12 @@ class Accesses(TorchDispatchMode):
             value = args[index] if index < len(args) else kwargs.get(name)
             (writes if is_written else reads).extend(_tensors(value))
         outputs = list(_tensors(result)) if signature.makes_memory else []
-        if not reads and not writes and not outputs:
+        if signature.operation == "aten::lift_fresh":
+            self._literals.update(tensor.untyped_storage() for tensor in _tensors(args))
+        if (not reads and not writes and not outputs) or self._is_of_literals([*reads, *writes], outputs):
             return
+        for tensor in writes:
+            self._literals.discard(tensor.untyped_storage())
         if signature.operation != "aten::copy_":
             self._take_sides([*reads, *writes], outputs)
         if all(self.machine.is_on_host(tensor) for tensor in (*reads, *writes)) and (reads or writes):
@@ -120,6 +125,13 @@ class Accesses(TorchDispatchMode):
         self.access(signature.operation, reads, [*writes, *outputs])
         if signature.operation in READS_ON_HOST or (signature.operation == "aten::copy_" and self._blocks_host(*args, **kwargs)):
             self.machine.read(self.machine.current())
+
+    def _is_of_literals(self, used: list[Tensor], made: list[Tensor]) -> bool:
+        """Whether an operation uses literals alone: what torch.tensor makes of numbers, and what is computed from it. The host has them."""
+        if not used or any(tensor.untyped_storage() not in self._literals for tensor in used):
+            return False
+        self._literals.update(tensor.untyped_storage() for tensor in made)
+        return True
 
     def _take_sides(self, used: list[Tensor], made: list[Tensor]) -> None:
         """Puts tensors on the host that are used beside one of the host. Those made from no tensor, or from such ones, may be on either."""
@@ -158,6 +170,8 @@ class Accesses(TorchDispatchMode):
 
     def read_by_host(self, label: str, tensor: Tensor) -> None:
         """The host reads the values of a tensor; it waits for the current stream if they are on the device."""
+        if tensor.untyped_storage() in self._literals:
+            return
         if self.machine.is_on_host(tensor):
             self._access_by_host(label, [tensor], [])
         else:
