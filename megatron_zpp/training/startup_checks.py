@@ -95,6 +95,16 @@ def about_unused_gpus(config: Config, device: torch.device, devices: Path = Path
     )
 
 
+def about_one_queue(device: torch.device) -> str:
+    """A warning if the environment puts all streams of the GPU into one hardware queue, as scripts of Megatron-LM do."""
+    if device.type != "cuda" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return ""
+    return (
+        "WARNING: with CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, messages wait for computation; "
+        "unset it, ranks that share layers do not need it here."
+    )
+
+
 def use_deterministic_kernels() -> None:
     """Restricts torch to deterministic kernels. Call it before the first matrix product.
 

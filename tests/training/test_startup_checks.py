@@ -93,3 +93,16 @@ def test_a_run_on_cpus_beside_gpus_warns_unless_it_was_asked_for(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     line = startup_checks.about_unused_gpus(Config().with_values(distributed_backend=backend), torch.device(device), tmp_path)
     assert ("WARNING: the run is on CPUs although this machine has GPUs" in line) == bool(line) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("value", "device", "is_warned"), [("1", "cuda", True), ("8", "cuda", False), (None, "cuda", False), ("1", "cpu", False)]
+)
+def test_a_run_on_gpus_whose_streams_share_one_queue_is_warned(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, device: str, is_warned: bool
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    line = startup_checks.about_one_queue(torch.device(device))
+    assert ("unset it" in line) == bool(line) == is_warned
