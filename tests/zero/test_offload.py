@@ -105,11 +105,12 @@ def written(histories: list[list[tuple[float, float]]]) -> list[list[tuple[str, 
     [
         ("stage 3", {"prefetch": Prefetch(0, 0)}),
         ("ZeRO++", {"full_precision_iterations": 2}),
+        ("qwZ", {"full_precision_iterations": 1, "steps": 2}),  # keeps its payload within a step
         ("lean in stage 1", {"prefetch": Prefetch(4, 3), "full_precision_iterations": 1}),
         ("stage 1", {"prefetch": Prefetch(0, 3), "dtype": torch.float16, "steps": 5, "loss_scaler": overflowing}),
         ("ZeRO++", {"dtype": torch.float16, "steps": 5, "loss_scaler": overflowing}),
     ],
-    ids=["no prefetch", "two full-precision steps", "much prefetch", "skipped steps", "skipped steps of ZeRO++"],
+    ids=["no prefetch", "two full-precision steps", "one", "much prefetch", "skipped steps", "skipped steps of ZeRO++"],
 )
 def test_neither_prefetch_nor_skipped_steps_nor_a_start_in_full_precision_change_a_bit(row: str, changes: dict[str, object]) -> None:
     job = job_of(ROWS[row], **changes)

@@ -147,6 +147,19 @@ def test_the_engine_submits_exactly_the_climbs_that_the_schedule_implies(row: st
         assert [each for each in submissions if each[1].direction is Direction.CLIMB] == implied
 
 
+def test_the_first_climbs_of_the_next_micro_batch_are_submitted_at_the_end_of_backward() -> None:
+    def program(backend: VirtualBackend) -> list[Submission]:
+        rank = Rank(Job(POLICIES[3], microbatches=2), backend)
+        rank.backward(rank.loss(0), 0)
+        submissions = list(rank.lanes.submissions)
+        rank.engine.close()
+        return submissions
+
+    for submissions in run_world((2, 2), program):
+        last_descent = max(index for index, (_, lane) in enumerate(submissions) if lane.direction is Direction.DESCEND)
+        assert ("embedding", INTRA_CLIMB) in submissions[last_descent:]
+
+
 @pytest.mark.parametrize("row", ["stage 2", "stage 3", "hpz"])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 def test_gradients_on_the_primary_rung_descend_unit_by_unit_over_both_links_in_every_micro_batch(row: str, is_tied: bool) -> None:
