@@ -375,6 +375,14 @@ def test_pickled_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
     assert "cannot be read" in refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
 
 
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch)
+    index = {"weight_map": {"lm_head.weight": f"../{folder.name}/model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
+    assert "lm_head.weight" in message and "the name of a file in the folder" in message
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str
