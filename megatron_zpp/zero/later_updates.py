@@ -23,7 +23,7 @@ class LaterUpdates:
         """groups: the units that are updated together, in the order of updates."""
         self._group_of = {unit: number for number, units in enumerate(groups) for unit in units}
         self._groups = len(groups)
-        self._next_group = 0
+        self._next_group: int  # of the step that was noted last
         self._update: Callable[[int], None] | None = None
         self._error: BaseException | None = None
 

@@ -348,6 +348,13 @@ def test_a_file_with_the_highest_byte_first_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "file")
 
 
+def test_a_pickle_larger_than_any_model_needs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(SAVED, tmp_path / "file")
+    monkeypatch.setattr(torch_file_module, "MOST_PICKLE_BYTES", 100)
+    with pytest.raises(ValueError, match="has a pickle of [0-9]+ bytes, more than 100"):
+        opened(tmp_path / "file")
+
+
 def test_a_byte_order_of_terabytes_is_not_read(tmp_path: Path) -> None:
     class Endless(Window):
         """A file whose byte order is said to have 2^42 bytes."""

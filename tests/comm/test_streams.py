@@ -124,8 +124,8 @@ def written(history: list[tuple[float, float]]) -> History:
 
 
 def overflowing() -> LossScaler:
-    """A loss scale with which the first steps of an fp16 run are skipped."""
-    return DynamicLossScaler(scale=2.0**18, hysteresis=1)
+    """A loss scale with which the first step of an fp16 run is skipped."""
+    return DynamicLossScaler(scale=2.0**17, hysteresis=1)
 
 
 def short_job(*args: Any, **kwargs: Any) -> Job:
@@ -145,7 +145,7 @@ CASES = {
     "no prefetch": Case((2, 2), short_job(shape=EQUAL, prefetch=Prefetch(0, 0))),
     "full precision at first": Case((2, 2), short_job(ZEROPP, shape=EQUAL, full_precision_iterations=1, steps=3)),
     **{
-        f"skipped steps in {name}": Case((2, 2), Job(policy, torch.float16, EQUAL, steps=4, loss_scaler=overflowing))
+        f"skipped steps in {name}": Case((2, 2), Job(policy, torch.float16, EQUAL, steps=3, loss_scaler=overflowing))
         for name, policy in {
             "stage 0": POLICIES[0],
             "stage 3": POLICIES[3],
@@ -198,6 +198,6 @@ def is_caught(case: Case, site: Site) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("skipped")])
-def test_the_cases_with_skipped_steps_skip_some_and_not_all(name: str) -> None:
+def test_the_cases_with_skipped_steps_skip_the_first_one(name: str) -> None:
     is_finite = [math.isfinite(float.fromhex(norm)) for _, norm in outcome(name).histories[0]]
-    assert not is_finite[0] and is_finite[-1]
+    assert is_finite == [False, True, True]

@@ -410,13 +410,13 @@ def _write_stage_3(
             group.ds_id = f"{number}_0"  # type: ignore[attr-defined]
         name = f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}"
         torch.save({**state, "module": None, "param_shapes": shapes}, tag / f"{name}_model_states.pt")
-        with _zero_stage_3(stage_by_name) as stage:
+        with zero_stage_3(stage_by_name) as stage:
             optimizer = {"zero_stage": stage, "partition_count": data_ranks, "fp32_flat_groups": groups}
             torch.save({"optimizer_state_dict": optimizer, "ds_config": {}}, tag / f"bf16_{name}_optim_states.pt")
 
 
 @contextmanager
-def _zero_stage_3(by_name: bool) -> Iterator[IntEnum]:
+def zero_stage_3(by_name: bool) -> Iterator[IntEnum]:
     """A member of a class of the name that DeepSpeed's stages have in a pickle."""
     place = "deepspeed.runtime.zero.config"
     kind = IntEnum("ZeroStageEnum", {"weights": 3}, module=place)

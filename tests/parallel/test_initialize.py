@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 from datetime import timedelta
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -63,7 +64,12 @@ def test_an_error_that_the_package_raises_is_a_mistake_and_any_other_a_bug() -> 
         with pytest.raises(ValueError, match=".") as found:
             provoke()
         assert is_mistake(found.value)
-    for provoke in (lambda: torch.zeros(2).numpy().reshape(3), lambda: joined_errors(zip([1], [], strict=True))):  # type: ignore[arg-type]
+    others = (
+        lambda: torch.zeros(2).numpy().reshape(3),
+        lambda: joined_errors(zip([1], [], strict=True)),  # type: ignore[arg-type]
+        lambda: Path("file").with_name(""),  # by a `raise` of Python's library
+    )
+    for provoke in others:
         with pytest.raises(ValueError, match=".") as found:
             provoke()
         assert not is_mistake(found.value)

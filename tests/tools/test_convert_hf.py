@@ -272,15 +272,17 @@ def test_documents_of_the_earlier_llama2_tokenizer_begin_with_its_piece(
     path = tmp_path / "tok.model"
     path.write_bytes(train_model([f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"], vocab_size=280, model_type="bpe"))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    expected = {"Llama2Tokenizer": pieces.bos_id(), "GPTSentencePieceTokenizer": pieces.eos_id()}
-    assert len(set(expected.values())) == 2
-    for kind, begin in expected.items():
-        data = DataConfig(tokenizer_type=kind, tokenizer_model=str(path), legacy_tokenizer=True)
-        (tmp_path / kind).mkdir()
-        folder = exported(tmp_path / kind, materialize(GPT(gpt2_config(), 304, 7, torch.float32)), monkeypatch, data=data)
+    begin, end = pieces.bos_id(), pieces.eos_id()
+    assert begin != end
+    cases = [("Llama2Tokenizer", True, begin), ("Llama2Tokenizer", False, end), ("GPTSentencePieceTokenizer", True, end)]
+    for kind, is_legacy, first in cases:
+        data = DataConfig(tokenizer_type=kind, tokenizer_model=str(path), legacy_tokenizer=is_legacy)
+        place = tmp_path / f"{kind} {is_legacy}"
+        place.mkdir()
+        folder = exported(place, materialize(GPT(gpt2_config(), 304, 7, torch.float32)), monkeypatch, data=data)
         config = json.loads((folder / "config.json").read_text())
-        assert (config["bos_token_id"], config["eos_token_id"]) == (begin, pieces.eos_id())
-        assert ("begin-of-sentence piece before every text" in capsys.readouterr().out) == (kind == "Llama2Tokenizer")
+        assert (config["bos_token_id"], config["eos_token_id"]) == (first, end)
+        assert ("begin-of-sentence piece before every text" in capsys.readouterr().out) == (first == begin)
 
 
 def test_what_has_more_rows_than_its_tokenizer_has_ids_trains_with_that_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +375,14 @@ def test_pickled_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
     (folder / "model.safetensors").write_bytes(b"\x80\x04\x95" * 9)
     assert "cannot be read" in refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch)
+    index = {"weight_map": {"lm_head.weight": f"../{folder.name}/model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
+    assert "lm_head.weight" in message and "the name of a file in the folder" in message
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])

@@ -26,6 +26,7 @@ from harness.megatron_files import (
     write_legacy,
     write_pipeline,
     write_torch_dist,
+    zero_stage_3,
 )
 from harness.small_gpt import LLAMA, VOCAB
 from torch import Tensor
@@ -284,6 +285,26 @@ def test_a_data_rank_of_stage_3_that_is_missing_is_noticed(
     assert finding in refusal(monkeypatch, capsys, source)
 
 
+@pytest.mark.parametrize(
+    "files, member, finding",
+    [
+        ("*_model_states.pt", "args", "has no arguments of a run of Megatron-DeepSpeed; choose"),
+        ("*_optim_states.pt", "zero_stage", "has no fp32_flat_groups of ZeRO stage 3; choose"),
+        ("*_optim_states.pt", "fp32_flat_groups", "has no fp32_flat_groups of ZeRO stage 3; choose"),
+    ],
+)
+def test_a_file_of_deepspeed_that_lacks_a_member_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: str, member: str, finding: str
+) -> None:
+    source = write_deepspeed(tmp_path / "megatron", random_model(**GPT2), kind="stage 3")
+    for path in source.rglob(files):
+        with zero_stage_3(by_name=False):
+            saved = torch.load(path, weights_only=False)
+            del saved.get("optimizer_state_dict", saved)[member]
+            torch.save(saved, path)
+    assert finding in refusal(monkeypatch, capsys, source)
+
+
 @pytest.mark.parametrize("stage_by_name", [False, True])
 def test_stage_3_is_known_however_python_pickles_an_enumeration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage_by_name: bool
@@ -330,7 +351,7 @@ def test_a_chunk_outside_of_its_file_or_folder_is_refused(
     assert finding in refusal(monkeypatch, capsys, source)
 
 
-def test_metadata_that_describe_more_tensors_than_any_model_has_are_refused(
+def test_metadata_of_more_tensors_or_bytes_than_any_model_has_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_torch_dist(tmp_path / "megatron", random_model(**GPT2))
@@ -341,6 +362,8 @@ def test_metadata_that_describe_more_tensors_than_any_model_has_are_refused(
     path.write_bytes(pickle.dumps(metadata))
     monkeypatch.setattr("megatron_zpp.checkpoint.megatron.torch_dist.MOST_NAMES", 100)
     assert "describes more than 100 tensors" in refusal(monkeypatch, capsys, source)
+    monkeypatch.setattr("megatron_zpp.checkpoint.megatron.torch_dist.MOST_METADATA_BYTES", 100)
+    assert f"has {path.stat().st_size} bytes, more than 100" in refusal(monkeypatch, capsys, source)
 
 
 def test_chunks_that_leave_gaps_or_overlap_are_refused(

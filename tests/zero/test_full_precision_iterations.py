@@ -70,8 +70,7 @@ def _copy_state(source: Rank, target: Rank, iteration: int) -> None:
     target.engine.start_iteration(iteration)
 
 
-@pytest.mark.parametrize("row", list(ROWS))
-@pytest.mark.parametrize("world", [(2, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("world, row", [*(((2, 2), row) for row in ROWS), ((1, 2), "stage 1"), ((1, 2), "stage 3, hpZ")], ids=str)
 def test_the_first_iterations_are_those_of_plain_zero_and_the_later_ones_are_not(world: tuple[int, int], row: str) -> None:
     job = _job(row, microbatches=2)
     plain = dataclasses.replace(job, policy=job.policy.in_full_precision(), full_precision_iterations=0)
@@ -165,8 +164,8 @@ def test_every_rank_reads_weights_in_the_new_codec_from_the_switch_on(row: str, 
     run_world((2, 2), program)
 
 
-@pytest.mark.parametrize("skipped", [(), (EXACT_STEPS - 1,)], ids=["after a step", "after a skipped step"])
-@pytest.mark.parametrize("row", list(ROWS))
+# Each row with one of them.
+@pytest.mark.parametrize("row, skipped", [(row, [(), (EXACT_STEPS - 1,)][index % 2]) for index, row in enumerate(ROWS)], ids=str)
 def test_bytes_fall_on_every_rank_from_the_switch_on(row: str, skipped: tuple[int, ...]) -> None:
     def program(backend: VirtualBackend) -> list[int]:
         rank = Rank(_job(row), backend)

@@ -61,7 +61,7 @@ def _history(grid: Grid, job: Job) -> list[list[Step]]:
 
 def _busy_step(rank: Rank, step: int) -> Step:
     losses = []
-    has_overflow = rank.job.dtype != torch.float16 and step % 8 == 5 and rank.backend.rank == 1
+    has_overflow = rank.job.dtype != torch.float16 and step % 8 == 2 and rank.backend.rank == 1
     for microbatch in range(rank.job.microbatches):
         if (step + microbatch) % 6 == 1:
             losses.append(_evaluate(rank, 100 + step))
@@ -91,9 +91,9 @@ def test_many_steps_have_the_same_bits_with_the_secondary_rung_kept_or_not(row: 
 
 
 JOBS = {
-    "ZeRO-3, bf16, kept": Job(ROWS["ZeRO-3"], torch.bfloat16, ModelShape((17,)), steps=7, microbatches=2),
-    "qgZ, fp32, kept": Job(ROWS["qgZ"], torch.float32, ModelShape((17,)), steps=7, microbatches=2),
-    "qwZ+qgZ, bf16, recomputed": Job(ROWS["qwZ+qgZ"], torch.bfloat16, TINY, steps=7, microbatches=2),
+    "ZeRO-3, bf16, kept": Job(ROWS["ZeRO-3"], torch.bfloat16, ModelShape((17,)), steps=5, microbatches=2),
+    "qgZ, fp32, kept": Job(ROWS["qgZ"], torch.float32, ModelShape((17,)), steps=5, microbatches=2),
+    "qwZ+qgZ, bf16, recomputed": Job(ROWS["qwZ+qgZ"], torch.bfloat16, TINY, steps=5, microbatches=2),
     "qwZ+qgZ, fp16, recomputed": dataclasses.replace(LONG, policy=ROWS["qwZ+qgZ"], steps=9),
 }
 
@@ -105,12 +105,12 @@ def test_shorter_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not(nam
 
 @pytest.mark.parametrize("world, row", [((1, 2), "qwZ"), ((2, 1), "qwZ+qgZ"), ((3, 2), "qwZ+qgZ")], ids=str)
 def test_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not_in_other_worlds(world: tuple[int, int], row: str) -> None:
-    _check_same_bits(Grid.of_nodes(*world), Job(ROWS[row], torch.bfloat16, ModelShape((17,), is_tied=False), steps=7, microbatches=2))
+    _check_same_bits(Grid.of_nodes(*world), Job(ROWS[row], torch.bfloat16, ModelShape((17,), is_tied=False), steps=5, microbatches=2))
 
 
 @pytest.mark.parametrize("row", [pytest.param("qwZ", marks=pytest.mark.long), "qwZ+qgZ"])
 def test_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not_in_partitions_smaller_than_a_node(row: str) -> None:
-    _check_same_bits(SMALL_PARTITIONS, Job(ROWS[row], torch.bfloat16, ModelShape((17,)), steps=7, microbatches=2))
+    _check_same_bits(SMALL_PARTITIONS, Job(ROWS[row], torch.bfloat16, ModelShape((17,)), steps=5, microbatches=2))
 
 
 @pytest.mark.parametrize("row", ["ZeRO-3", *(pytest.param(row, marks=pytest.mark.long) for row in ("qwZ", "qgZ")), "qwZ+qgZ"])
@@ -157,9 +157,12 @@ def _load_weights(rank: Rank, factor: float) -> None:
 WRITES: dict[str, Callable[[Rank, float], None]] = {"set": _set_weights, "load": _load_weights}
 
 
-@pytest.mark.parametrize("row", ["ZeRO-3", "qwZ"])
-@pytest.mark.parametrize("grid, write", [(Grid.of_nodes(2, 2), "set"), (Grid.of_nodes(2, 2), "load"), (SMALL_PARTITIONS, "set")], ids=str)
-def test_no_forward_or_backward_ever_reads_a_stale_replica(grid: Grid, row: str, write: str) -> None:
+@pytest.mark.parametrize(
+    "grid, write, row",
+    [(Grid.of_nodes(2, 2), "set", "ZeRO-3"), (Grid.of_nodes(2, 2), "load", "qwZ"), (SMALL_PARTITIONS, "set", "qwZ")],
+    ids=str,
+)
+def test_no_forward_or_backward_ever_reads_a_stale_replica(grid: Grid, write: str, row: str) -> None:
     """Whatever came before: a step, a skipped step, an evaluation, or weights that were set after any of these, before the first too."""
     job = Job(with_secondary_weights(ROWS[row]), torch.bfloat16, ModelShape((17,)), microbatches=2)
     whole = WholeWorld(grid.world_size)

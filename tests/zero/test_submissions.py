@@ -132,10 +132,10 @@ MODELS = {
 }
 
 
-# Every row with every model, in training alone or with evaluations in between, and each of these with every row and model.
+# Every row with two models, one of them with evaluations in between, and so every model with and without them.
 @pytest.mark.parametrize(
     "row, model, has_evaluations",
-    [(row, model, (index + turn) % 2 == 1) for index, row in enumerate(ROWS) for turn, model in enumerate(MODELS)],
+    [(row, list(MODELS)[(index - turn) % 4], turn == 1) for index, row in enumerate(ROWS) for turn in (0, 1)],
     ids=str,
 )
 def test_the_engine_submits_exactly_the_climbs_that_the_schedule_implies(row: str, has_evaluations: bool, model: str) -> None:
@@ -145,6 +145,19 @@ def test_the_engine_submits_exactly_the_climbs_that_the_schedule_implies(row: st
     implied = _implied(job, uses, has_evaluations)
     for submissions in recorded:
         assert [each for each in submissions if each[1].direction is Direction.CLIMB] == implied
+
+
+def test_the_first_climbs_of_the_next_micro_batch_are_submitted_at_the_end_of_backward() -> None:
+    def program(backend: VirtualBackend) -> list[Submission]:
+        rank = Rank(Job(POLICIES[3], microbatches=2), backend)
+        rank.backward(rank.loss(0), 0)
+        submissions = list(rank.lanes.submissions)
+        rank.engine.close()
+        return submissions
+
+    for submissions in run_world((2, 2), program):
+        last_descent = max(index for index, (_, lane) in enumerate(submissions) if lane.direction is Direction.DESCEND)
+        assert ("embedding", INTRA_CLIMB) in submissions[last_descent:]
 
 
 @pytest.mark.parametrize("row", ["stage 2", "stage 3", "hpz"])

@@ -51,9 +51,12 @@ def test_what_has_been_collected_stays_until_it_has_descended_whoever_waits_for_
     assert all(run_world((1, 2), program))
 
 
-def test_zeros_for_a_micro_batch_that_brings_no_gradient_leave_the_one_before_as_it_descends() -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_micro_batch_that_brings_no_gradient_leaves_the_one_before_as_it_is(stage: int) -> None:
+    """It descends (stage 3), or is in the sums (stage 1)."""
+
     def program(backend: VirtualBackend) -> bool:
-        rank = Rank(Job(POLICIES[3], microbatches=2), backend)
+        rank = Rank(Job(POLICIES[stage], microbatches=2), backend)
         for descent, gradient in zip(rank.engine._unit_descents, rank.engine.gradients, strict=True):
             collect_everywhere(descent, gradient, 3.0)
             descent.descend(is_last_microbatch=False)

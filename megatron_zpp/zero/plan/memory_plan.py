@@ -260,7 +260,7 @@ class _PlannedUnit:
             is_on_host = self._is_offloaded and self._on_streams
             climbing = 0 if is_on_host else self._runs.blocks  # the difference from the kept copy
         else:
-            climbing = 0 if weights.are_alike or self._partitions == 1 else self._recoded_numel(weights)
+            climbing = 0 if weights.are_alike else self._recoded_numel(weights)
         descending = self._added_numel()
         if self._partitions > 1 and self._partition_ranks > 1 and self._policy.gradients is not Rung.SECONDARY:
             descending = max(descending, self._recoded_numel(gradients))

@@ -220,6 +220,11 @@ def test_rank_0_refuses_an_address_of_another_machine() -> None:
     assert_matches(refusal(0, 2, free_port(), address=elsewhere), away)
 
 
+def test_rank_0_may_be_at_an_address_that_leads_to_it_without_being_one_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "is_of_this_machine", lambda address: False)  # as behind a router
+    assert len(joined(2, free_port())) == 2
+
+
 def test_a_port_that_another_program_has_is_named() -> None:
     with listener() as port:
         other = f"MASTER_PORT={port} is in use on .*, where rank 0 runs, by another program; choose another MASTER_PORT"

@@ -160,6 +160,12 @@ def test_what_runs_beside_computation_costs_only_what_a_forward_does_not_hide() 
     assert slow.seconds == pytest.approx(2 * (COMPUTATION.seconds + 2 * sum(max(0.0, 0.1 - hidden) for hidden in COMPUTATION.forward)))
 
 
+def test_climbs_wait_behind_what_runs_beside_computation() -> None:
+    slow = machine(intra=LinkSpeed(1e5))  # the busiest part
+    free, taken = (step_time(some, slow, COMPUTATION) for some in (job(microbatches=2), shared(BESIDE, BESIDE)))
+    assert taken.seconds == pytest.approx(free.seconds + taken.tensor_link) and taken.tensor_link > 0
+
+
 def test_without_a_speed_of_its_own_the_tensor_link_has_that_of_the_link_inside_a_node_and_climbs_wait_for_it() -> None:
     intra = LinkSpeed(1e6)
     assert machine(intra=intra).tensor_link == intra
