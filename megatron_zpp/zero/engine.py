@@ -35,7 +35,7 @@ from megatron_zpp.zero.hooks import hook_parameters, hook_uses
 from megatron_zpp.zero.later_updates import LaterUpdates
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
-from megatron_zpp.zero.optimizer import ShardedAdamW, Update
+from megatron_zpp.zero.optimizer import ShardedAdamW
 from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.refusals import (
     full_at_gradients,
@@ -54,6 +54,7 @@ from megatron_zpp.zero.state_bytes import StateBytes, state_bytes
 from megatron_zpp.zero.step_result import StepResult
 from megatron_zpp.zero.unit import WeightUnit
 from megatron_zpp.zero.unit_descent import UnitDescent
+from megatron_zpp.zero.update import Update
 from megatron_zpp.zero.update_groups import update_groups
 
 
@@ -215,9 +216,12 @@ class ZeroEngine:
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
         """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: how many there are in this step.
 
-        is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one.
+        is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one, ValueError
+        if `microbatches` is no number of 1 or more.
         """
         self._check_open()
+        if not 1 <= microbatches < math.inf:
+            raise ValueError(f"microbatches is {microbatches}; give the number of micro-batches in this step, 1 or more")
         self.finish_updates()  # of units that this forward did not reach: gradients are written over the sums that they read
         self._progress.begin_backward()
         self._is_last_microbatch = is_last_microbatch
@@ -318,7 +322,8 @@ class ZeroEngine:
 
         weight_decay: of this step; by default that of the options. report: [numel] fp64, which come to the host with the norm, so that it
         waits only once. refusal: [] bool, alike on every rank; if it is true, the update is skipped as if the norm were NaN. Raises
-        RuntimeError if `finish_gradients` has not been called after the last backward.
+        RuntimeError if `finish_gradients` has not been called after the last backward, ValueError for a learning rate or weight decay that
+        is negative or not finite.
         """
         self._check_open()
         self._progress.begin_update()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from megatron_zpp.parallel.groups import end_group, end_world, make_lane_groups
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.parallel.topology import Lane
+from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.alike import check_alike, digest_of, raising_alike
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -143,6 +145,7 @@ def shard(
     with raising_alike(probe, device):
         grid = _checked_grid(grid, backend, world_size)
         _check_options(options)
+        _check_loss_scaler(loss_scaler)
         plan = plan_of(module, units, uses, initialize)
     check_alike(probe, device, _arguments_as_bytes(plan, grid, options, loss_scaler), "arguments of shard() or shapes of parameters")
     if initialize is None:
@@ -239,8 +242,7 @@ def _ranks_per_node(world_size: int) -> int:
 def _check_options(options: EngineOptions) -> None:
     if not isinstance(options.policy, Policy):
         raise ValueError(f"policy is {options.policy!r}; choose one of megatron_zpp.zero.policy, such as POLICIES[3] or ZEROPP")
-    if options.adam.backend not in ("torch", "apex"):
-        raise ValueError(f"the backend of adam is {options.adam.backend!r}; choose torch or apex")
+    _check_adam(options.adam)
     if options.policy.optimizer is Rung.HOST and options.adam.backend == "apex":
         raise ValueError("the backend of adam is 'apex', which has no AdamW for the host, where the policy keeps it; choose torch")
     if options.full_precision_iterations < 0:
@@ -253,6 +255,23 @@ def _check_options(options: EngineOptions) -> None:
         raise ValueError(f"{options.prefetch} is negative; choose 0 or more units ahead")
     if not options.clip_grad >= 0:
         raise ValueError(f"clip_grad is {options.clip_grad}; choose a positive norm, or 0 for no clipping")
+
+
+def _check_adam(adam: AdamOptions) -> None:
+    if adam.backend not in ("torch", "apex"):
+        raise ValueError(f"the backend of adam is {adam.backend!r}; choose torch or apex")
+    for name, beta in (("beta1", adam.beta1), ("beta2", adam.beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} of adam is {beta}; choose 0 or more, and less than 1")
+    if not 0 < adam.eps < math.inf:
+        raise ValueError(f"eps of adam is {adam.eps}; choose a positive number")
+    if not 0 <= adam.weight_decay < math.inf:
+        raise ValueError(f"weight_decay of adam is {adam.weight_decay}; choose a finite number, 0 or more")
+
+
+def _check_loss_scaler(loss_scaler: LossScaler | None) -> None:
+    if loss_scaler is not None and not 0 < loss_scaler.scale < math.inf:
+        raise ValueError(f"the scale of loss_scaler is {loss_scaler.scale}; choose a positive number")
 
 
 def _device(module: nn.Module, backend: Backend | None) -> torch.device:

@@ -28,7 +28,7 @@ from megatron_zpp.parallel.specs import Use
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.loss_scaler import DynamicLossScaler
+from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_offloaded_optimizer
 from megatron_zpp.zero.schedule import Prefetch
 from megatron_zpp.zero.shard import full_weights, shard
@@ -326,6 +326,10 @@ OFFLOADED_APEX = EngineOptions(with_offloaded_optimizer(POLICIES[2]), adam=AdamO
         (with_meta_buffer, ALL, {}, ["buffer counts is on the meta device"]),
         (tied, ALL, {"options": EngineOptions(policy=3)}, ["policy is 3", "ZEROPP"]),
         (tied, ALL, {"options": EngineOptions(adam=AdamOptions(backend="foo"))}, ["the backend of adam is 'foo'"]),
+        (tied, ALL, {"options": EngineOptions(adam=AdamOptions(beta2=1.0))}, ["beta2 of adam is 1.0", "less than 1"]),
+        (tied, ALL, {"options": EngineOptions(adam=AdamOptions(eps=0.0))}, ["eps of adam is 0.0", "positive"]),
+        (tied, ALL, {"options": EngineOptions(adam=AdamOptions(weight_decay=float("nan")))}, ["weight_decay of adam is nan", "0 or more"]),
+        (tied, ALL, {"loss_scaler": ConstantLossScaler(float("inf"))}, ["the scale of loss_scaler is inf", "positive"]),
         (tied, ALL, {"options": OFFLOADED_APEX}, ["the backend of adam is 'apex'", "host", "choose torch"]),
         (tied, ALL, {"options": EngineOptions(full_precision_iterations=-1)}, ["full_precision_iterations is -1"]),
     ],
@@ -447,6 +451,25 @@ def test_options_that_differ_between_ranks_are_refused_and_the_modules_stay_as_t
 def one_layer() -> tuple[nn.Module, ZeroEngine]:
     model = nn.Sequential(nn.Linear(4, 4))
     return model, shard(model, ["0"])
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, float("nan")])
+def test_a_number_of_micro_batches_that_is_none_is_refused(microbatches: Any) -> None:
+    model, engine = one_layer()
+    with pytest.raises(ValueError, match=f"microbatches is {microbatches}; give the number"):
+        engine.backward(model(torch.ones(2, 4)).sum(), microbatches=microbatches)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1e-3])
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
+def test_a_bad_number_for_a_step_is_refused_and_the_step_can_follow(name: str, bad: float) -> None:
+    model, engine = one_layer()
+    before = dict(full_weights(engine))
+    engine.backward(model(torch.ones(2, 4)).sum())
+    with pytest.raises(ValueError, match=f"{name} is {bad}; give a finite number, 0 or more"):
+        engine.step(**{"learning_rate": 1e-3, name: bad})
+    assert all(torch.equal(weight, before[path]) for path, weight in full_weights(engine))
+    assert not engine.step(learning_rate=1e-3).is_skipped
 
 
 def test_a_micro_batch_after_the_last_one_is_refused() -> None:
