@@ -118,6 +118,7 @@ class ZeroEngine:
         self._descents = Descents(descent_order(uses), by_name)
         self._shared_gradients = SharedGradients(self.gradients, ladder, self.units[0].first_slice, self.units[0].slices)
         self._calls = Calls(uses)
+        self._is_in_training_forward = False
         self._is_in_backward = False
         self._is_last_microbatch = True
         self._progress = GradientProgress()
@@ -158,23 +159,28 @@ class ZeroEngine:
     def begin_forward(self) -> None:
         """Called before the forward of the whole module."""
         if not self._is_in_backward:
-            self._passes[torch.is_grad_enabled()].begin()
+            self._is_in_training_forward = torch.is_grad_enabled()
+            self._passes[self._is_training].begin()
 
     def end_forward(self) -> None:
         """Called after the forward of the whole module: other ranks may have gone through uses that this one has left out."""
-        is_training = torch.is_grad_enabled()
         if not self._is_in_backward:
-            self._act(self._passes[is_training].due_at_end_of_forward(), is_training)
+            self._act(self._passes[self._is_training].due_at_end_of_forward(), self._is_training)
+            self._is_in_training_forward = False
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether the schedule is that for training: also for a use under no_grad in a training forward, which other ranks may not have."""
+        return torch.is_grad_enabled() or self._is_in_training_forward
 
     def pre_forward(self, use: int) -> None:
         """Called before a use's forward; within backward it is a recomputation."""
         if self._is_in_backward:
             self._recompute(use)
         else:
-            is_training = torch.is_grad_enabled()
-            self._book_activations(is_training)
-            self._reach(Moment(Phase.PRE_FORWARD, use), is_training)
-            if is_training:
+            self._book_activations(self._is_training)
+            self._reach(Moment(Phase.PRE_FORWARD, use), self._is_training)
+            if torch.is_grad_enabled():
                 self._calls.begin(use)
 
     def _book_activations(self, is_training: bool) -> None:
@@ -200,9 +206,8 @@ class ZeroEngine:
             return None
         for name in self._uses[use].units:
             refuse_views(self._unit_of[name], outputs)
-        is_training = torch.is_grad_enabled()
-        self._reach(Moment(Phase.POST_FORWARD, use), is_training)
-        return self._calls.end(self._iteration) if is_training else None
+        self._reach(Moment(Phase.POST_FORWARD, use), self._is_training)
+        return self._calls.end(self._iteration) if torch.is_grad_enabled() else None
 
     def pre_backward(self, use: int, call: Call | None) -> None:
         """Called before the backward of a use's call, when the gradients of its outputs have arrived. call: as post_forward returned it."""

@@ -112,9 +112,9 @@ def shard(
 
     Evaluation: call the module under torch.no_grad(), on every rank and equally often.
 
-    Ranks may leave out different units. If a training forward calls a unit under torch.no_grad(), it does so on every rank. A program that
-    calls units and never the module itself must call the last unit on every rank: in evaluation always, in training unless
-    engine.backward() is the next call after the forward.
+    Ranks may leave out different units, or call them under torch.no_grad() in a training forward. A program that calls units and never the
+    module itself calls a unit under torch.no_grad() on every rank or on none. It must call the last unit on every rank: in evaluation
+    always, in training unless engine.backward() is the next call after the forward.
 
     Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, with shared parameters once; to keep less on a device,
     read full_weights() parameter by parameter. It has no buffers: add those of module.named_buffers(). Load it before shard(), with
@@ -130,6 +130,7 @@ def shard(
     - a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries;
     - writing in place to what a unit returns while something else holds it (unnoticed where the unit returned its own input);
     - a loss that reads the inside of a unit without reading what the unit returns, or that goes through the modules of two engines;
+    - torch.autograd.grad() through the module, as for a gradient penalty;
     - torch.compile over more than a unit, and one torch.autocast around several forwards, unless with cache_enabled=False.
 
     After an error in backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the device
