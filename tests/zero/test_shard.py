@@ -413,6 +413,18 @@ def test_a_process_alone_is_a_world_of_one_on_the_device_of_the_module() -> None
     assert (engine.rank, engine.world_size, engine.device) == (0, 1, torch.device("cpu"))
 
 
+def test_the_default_device_of_torch_moves_nothing_that_belongs_on_the_host() -> None:
+    """A program may set it to its GPU. Here it is one that has no values."""
+    model, inputs = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    with torch.device("meta"):
+        engine = shard(model, ["0"], EngineOptions(with_offloaded_optimizer(POLICIES[2])))
+        engine.backward(model(inputs).square().mean())
+        result = engine.step(LEARNING_RATE)
+        weights = dict(full_weights(engine))
+    assert result.grad_norm > 0
+    assert {weight.device.type for weight in weights.values()} == {"cpu"}
+
+
 def test_a_module_is_sharded_once() -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     shard(module, ["0"]).close()
