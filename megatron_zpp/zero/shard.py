@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.comm.backend import Backend, TorchBackend
+from megatron_zpp.comm.backend import Backend, TorchBackend, VirtualBackend
 from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
@@ -144,6 +144,7 @@ def shard(
     probe = backend or TorchBackend(Grid.of_nodes(1, world_size), rank, {})
     device = _device(module, backend)
     with raising_alike(probe, device):
+        _check_backend(backend)
         grid = _checked_grid(grid, backend, world_size)
         _check_options(options)
         _check_loss_scaler(loss_scaler)
@@ -160,6 +161,8 @@ def shard(
     ladder = Ladder(backend, lanes, Ledger(grid, rank), device)
     remind = partial(_remind_to_close, rank)
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups, remind))
+    if isinstance(backend, VirtualBackend):
+        backend.serves_engine = True
     for owner, attribute, path in plan.aliases:
         setattr(owner, attribute, module.get_parameter(path))
     if initialize is None:
@@ -212,6 +215,14 @@ def _world_size(backend: Backend | None) -> int:
 def _has_world() -> bool:
     """Whether torch.distributed has connected the ranks."""
     return dist.is_available() and dist.is_initialized()
+
+
+def _check_backend(backend: Backend | None) -> None:
+    if isinstance(backend, VirtualBackend) and backend.serves_engine:
+        raise ValueError(
+            "the backend serves an engine already, and messages of two would mix; start the ranks as processes and leave out `backend`; "
+            "there each engine has process groups of its own"
+        )
 
 
 def _checked_grid(grid: Grid | None, backend: Backend | None, world_size: int) -> Grid:

@@ -432,6 +432,16 @@ def test_a_module_is_sharded_once() -> None:
         shard(module, ["0"])
 
 
+@pytest.mark.virtual
+def test_a_virtual_world_serves_one_engine() -> None:
+    def program(backend: VirtualBackend) -> None:
+        shard(tied(), ALL, backend=backend)
+        with pytest.raises(ValueError, match="the backend serves an engine already"):
+            shard(tied(), ALL, backend=backend)
+
+    run_world((1, 2), program)
+
+
 def test_a_parameter_of_two_sharded_modules_is_refused() -> None:
     module, other = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
     other[0].weight = module[0].weight
