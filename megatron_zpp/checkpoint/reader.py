@@ -78,7 +78,7 @@ class CheckpointReader:
 
         state: a key of the manifest's states. Raises DamagedCheckpointError as `fill` does.
         """
-        values = torch.empty(stop - start, dtype=DTYPES[self.manifest.states.get(state, ELEMENT_TYPE)])
+        values = torch.empty(stop - start, dtype=DTYPES[self.manifest.states.get(state, ELEMENT_TYPE)], device="cpu")
         self.fill([Piece(parameter, state, start, stop, values)])
         return values
 

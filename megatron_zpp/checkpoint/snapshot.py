@@ -51,7 +51,8 @@ def _copies(pieces: Sequence[Piece], streams: Streams | None) -> Iterator[Piece]
     for piece in pieces:
         numels[piece.values.dtype] += piece.values.numel()
     unused = {
-        dtype: torch.zeros(numel, dtype=dtype) if streams is None else streams.host_memory(numel, dtype) for dtype, numel in numels.items()
+        dtype: torch.zeros(numel, dtype=dtype, device="cpu") if streams is None else streams.host_memory(numel, dtype)
+        for dtype, numel in numels.items()
     }
     for piece in pieces:
         dtype, numel = piece.values.dtype, piece.values.numel()

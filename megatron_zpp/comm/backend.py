@@ -213,6 +213,7 @@ class VirtualBackend:
         self.grid = world.grid
         self.rank = rank
         self.world = world
+        self.serves_engine = False  # a second engine would get messages of the first
         self._sequence: dict[object, int] = {}
         self._members = {link: self.grid.members(link, self.rank) for link in Link}
 

@@ -69,7 +69,9 @@ class HostLink:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] zeros on the host, which only the host reads and writes."""
-        return torch.zeros(numel, dtype=dtype) if self._streams is None else self._streams.host_memory(numel, dtype, is_pinned=False)
+        if self._streams is None:
+            return torch.zeros(numel, dtype=dtype, device="cpu")
+        return self._streams.host_memory(numel, dtype, is_pinned=False)
 
     def arrivals(self, of_units: Sequence[Regions]) -> list[Arrival]:
         """The place on the host for the values of each unit.

@@ -28,7 +28,7 @@ def pinned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     allocator, as torch does for its checkpoints, and lets go of it before that memory is freed.
     Raises RuntimeError if the host has too little memory, or forbids to lock it.
     """
-    values = torch.zeros(numel, dtype=dtype)
+    values = torch.zeros(numel, dtype=dtype, device="cpu")
     if values.nbytes == 0:
         return values
     runtime = torch.cuda.cudart()

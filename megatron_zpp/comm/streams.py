@@ -80,9 +80,9 @@ class CudaStreams:
 
     def host_memory(self, numel: int, dtype: torch.dtype, *, is_pinned: bool = True) -> Tensor:
         if not is_pinned:
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
         if numel * dtype.itemsize < _LEAST_PINNED_EXACTLY:
-            return torch.zeros(numel, dtype=dtype, pin_memory=True)  # from a pool
+            return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)  # from a pool
         return pinned_zeros(numel, dtype)
 
 

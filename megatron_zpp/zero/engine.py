@@ -35,7 +35,7 @@ from megatron_zpp.zero.hooks import hook_parameters, hook_uses
 from megatron_zpp.zero.later_updates import LaterUpdates
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
-from megatron_zpp.zero.optimizer import ShardedAdamW, Update
+from megatron_zpp.zero.optimizer import ShardedAdamW
 from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.refusals import (
     full_at_gradients,
@@ -54,6 +54,7 @@ from megatron_zpp.zero.state_bytes import StateBytes, state_bytes
 from megatron_zpp.zero.step_result import StepResult
 from megatron_zpp.zero.unit import WeightUnit
 from megatron_zpp.zero.unit_descent import UnitDescent
+from megatron_zpp.zero.update import Update
 from megatron_zpp.zero.update_groups import update_groups
 
 
@@ -117,6 +118,7 @@ class ZeroEngine:
         self._descents = Descents(descent_order(uses), by_name)
         self._shared_gradients = SharedGradients(self.gradients, ladder, self.units[0].first_slice, self.units[0].slices)
         self._calls = Calls(uses)
+        self._is_in_training_forward = False
         self._is_in_backward = False
         self._is_last_microbatch = True
         self._progress = GradientProgress()
@@ -157,23 +159,28 @@ class ZeroEngine:
     def begin_forward(self) -> None:
         """Called before the forward of the whole module."""
         if not self._is_in_backward:
-            self._passes[torch.is_grad_enabled()].begin()
+            self._is_in_training_forward = torch.is_grad_enabled()
+            self._passes[self._is_training].begin()
 
     def end_forward(self) -> None:
         """Called after the forward of the whole module: other ranks may have gone through uses that this one has left out."""
-        is_training = torch.is_grad_enabled()
         if not self._is_in_backward:
-            self._act(self._passes[is_training].due_at_end_of_forward(), is_training)
+            self._act(self._passes[self._is_training].due_at_end_of_forward(), self._is_training)
+            self._is_in_training_forward = False
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether the schedule is that for training: also for a use under no_grad in a training forward, which other ranks may not have."""
+        return torch.is_grad_enabled() or self._is_in_training_forward
 
     def pre_forward(self, use: int) -> None:
         """Called before a use's forward; within backward it is a recomputation."""
         if self._is_in_backward:
             self._recompute(use)
         else:
-            is_training = torch.is_grad_enabled()
-            self._book_activations(is_training)
-            self._reach(Moment(Phase.PRE_FORWARD, use), is_training)
-            if is_training:
+            self._book_activations(self._is_training)
+            self._reach(Moment(Phase.PRE_FORWARD, use), self._is_training)
+            if torch.is_grad_enabled():
                 self._calls.begin(use)
 
     def _book_activations(self, is_training: bool) -> None:
@@ -199,9 +206,8 @@ class ZeroEngine:
             return None
         for name in self._uses[use].units:
             refuse_views(self._unit_of[name], outputs)
-        is_training = torch.is_grad_enabled()
-        self._reach(Moment(Phase.POST_FORWARD, use), is_training)
-        return self._calls.end(self._iteration) if is_training else None
+        self._reach(Moment(Phase.POST_FORWARD, use), self._is_training)
+        return self._calls.end(self._iteration) if torch.is_grad_enabled() else None
 
     def pre_backward(self, use: int, call: Call | None) -> None:
         """Called before the backward of a use's call, when the gradients of its outputs have arrived. call: as post_forward returned it."""
@@ -215,9 +221,12 @@ class ZeroEngine:
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
         """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: how many there are in this step.
 
-        is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one.
+        is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one, ValueError
+        if `microbatches` is no number of 1 or more.
         """
         self._check_open()
+        if not 1 <= microbatches < math.inf:
+            raise ValueError(f"microbatches is {microbatches}; give the number of micro-batches in this step, 1 or more")
         self.finish_updates()  # of units that this forward did not reach: gradients are written over the sums that they read
         self._progress.begin_backward()
         self._is_last_microbatch = is_last_microbatch
@@ -318,7 +327,8 @@ class ZeroEngine:
 
         weight_decay: of this step; by default that of the options. report: [numel] fp64, which come to the host with the norm, so that it
         waits only once. refusal: [] bool, alike on every rank; if it is true, the update is skipped as if the norm were NaN. Raises
-        RuntimeError if `finish_gradients` has not been called after the last backward.
+        RuntimeError if `finish_gradients` has not been called after the last backward, ValueError for a learning rate or weight decay that
+        is negative or not finite.
         """
         self._check_open()
         self._progress.begin_update()

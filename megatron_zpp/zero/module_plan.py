@@ -162,4 +162,4 @@ def _checked_uses(module: nn.Module, uses: Sequence[Use], specs: Sequence[UnitSp
 
 
 def _zeros(start: int, stop: int) -> Tensor:
-    return torch.zeros(stop - start)
+    return torch.zeros(stop - start, device="cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,17 +13,8 @@ from megatron_zpp.zero.adam_views import adam_views
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.states import MOMENTS
 from megatron_zpp.zero.unit import WeightUnit
+from megatron_zpp.zero.update import Update
 from megatron_zpp.zero.update_groups import coming_with, update_order
-
-
-@dataclass(frozen=True)
-class Update:
-    """One step of AdamW. factor: of the gradients, a number or [] fp32; it unscales and clips them. skips: see Adam.update."""
-
-    learning_rate: float
-    weight_decay: float
-    factor: float | Tensor = 1.0
-    skips: Tensor | None = None
 
 
 class ShardedAdamW:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.comm.backend import Backend, TorchBackend
+from megatron_zpp.comm.backend import Backend, TorchBackend, VirtualBackend
 from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
@@ -40,6 +41,7 @@ from megatron_zpp.parallel.groups import end_group, end_world, make_lane_groups
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.parallel.topology import Lane
+from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.alike import check_alike, digest_of, raising_alike
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -114,9 +116,9 @@ def shard(
 
     Evaluation: call the module under torch.no_grad(), on every rank and equally often.
 
-    Ranks may leave out different units. If a training forward calls a unit under torch.no_grad(), it does so on every rank. A program that
-    calls units and never the module itself must call the last unit on every rank: in evaluation always, in training unless
-    engine.backward() is the next call after the forward.
+    Ranks may leave out different units, or call them under torch.no_grad() in a training forward. A program that calls units and never the
+    module itself calls a unit under torch.no_grad() on every rank or on none. It must call the last unit on every rank: in evaluation
+    always, in training unless engine.backward() is the next call after the forward.
 
     Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, with shared parameters once; to keep less on a device,
     read full_weights() parameter by parameter. It has no buffers: add those of module.named_buffers(). Load it before shard(), with
@@ -132,6 +134,7 @@ def shard(
     - a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries;
     - writing in place to what a unit returns while something else holds it (unnoticed where the unit returned its own input);
     - a loss that reads the inside of a unit without reading what the unit returns, or that goes through the modules of two engines;
+    - torch.autograd.grad() through the module, as for a gradient penalty;
     - torch.compile over more than a unit, and one torch.autocast around several forwards, unless with cache_enabled=False.
 
     After an error in backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the device
@@ -145,8 +148,10 @@ def shard(
     probe = backend or TorchBackend(Grid.of_nodes(1, world_size), rank, {})
     device = _device(module, backend)
     with raising_alike(probe, device):
+        _check_backend(backend)
         grid = _checked_grid(grid, backend, world_size)
         _check_options(options)
+        _check_loss_scaler(loss_scaler)
         _load_kernels(options.policy, device)
         plan = plan_of(module, units, uses, initialize)
     check_alike(probe, device, _arguments_as_bytes(plan, grid, options, loss_scaler), "arguments of shard() or shapes of parameters")
@@ -161,6 +166,8 @@ def shard(
     ladder = Ladder(backend, lanes, Ledger(grid, rank), device)
     remind = partial(_remind_to_close, rank)
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups, remind))
+    if isinstance(backend, VirtualBackend):
+        backend.serves_engine = True
     for owner, attribute, path in plan.aliases:
         setattr(owner, attribute, module.get_parameter(path))
     if initialize is None:
@@ -215,6 +222,14 @@ def _has_world() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def _check_backend(backend: Backend | None) -> None:
+    if isinstance(backend, VirtualBackend) and backend.serves_engine:
+        raise ValueError(
+            "the backend serves an engine already, and messages of two would mix; start the ranks as processes and leave out `backend`; "
+            "there each engine has process groups of its own"
+        )
+
+
 def _checked_grid(grid: Grid | None, backend: Backend | None, world_size: int) -> Grid:
     if grid is None:
         grid = backend.grid if backend is not None else Grid(world_size, *2 * [_ranks_per_node(world_size)])
@@ -244,8 +259,7 @@ def _ranks_per_node(world_size: int) -> int:
 def _check_options(options: EngineOptions) -> None:
     if not isinstance(options.policy, Policy):
         raise ValueError(f"policy is {options.policy!r}; choose one of megatron_zpp.zero.policy, such as POLICIES[3] or ZEROPP")
-    if options.adam.backend not in ("torch", "apex"):
-        raise ValueError(f"the backend of adam is {options.adam.backend!r}; choose torch or apex")
+    _check_adam(options.adam)
     if options.policy.optimizer is Rung.HOST and options.adam.backend == "apex":
         raise ValueError("the backend of adam is 'apex', which has no AdamW for the host, where the policy keeps it; choose torch")
     if options.full_precision_iterations < 0:
@@ -270,6 +284,23 @@ def _load_kernels(policy: Policy, device: torch.device) -> None:
             f"the policy quantizes and this GPU has no kernels for it: {extension.report('cuda')}, run where this rank runs. Or set "
             f"{extension.REFERENCE_VARIABLE}=1 on every rank to train without kernels"
         )
+
+
+def _check_adam(adam: AdamOptions) -> None:
+    if adam.backend not in ("torch", "apex"):
+        raise ValueError(f"the backend of adam is {adam.backend!r}; choose torch or apex")
+    for name, beta in (("beta1", adam.beta1), ("beta2", adam.beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} of adam is {beta}; choose 0 or more, and less than 1")
+    if not 0 < adam.eps < math.inf:
+        raise ValueError(f"eps of adam is {adam.eps}; choose a positive number")
+    if not 0 <= adam.weight_decay < math.inf:
+        raise ValueError(f"weight_decay of adam is {adam.weight_decay}; choose a finite number, 0 or more")
+
+
+def _check_loss_scaler(loss_scaler: LossScaler | None) -> None:
+    if loss_scaler is not None and not 0 < loss_scaler.scale < math.inf:
+        raise ValueError(f"the scale of loss_scaler is {loss_scaler.scale}; choose a positive number")
 
 
 def _device(module: nn.Module, backend: Backend | None) -> torch.device:

@@ -128,6 +128,19 @@ class LeavingOut(nn.Sequential):
         return hidden
 
 
+class WithoutGradients(nn.Sequential):
+    """Calls some of its modules under no_grad."""
+
+    without: Sequence[int] = ()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for index, block in enumerate(self):
+            with torch.set_grad_enabled(index not in self.without):
+                added = block(hidden)
+            hidden = hidden + added
+        return hidden
+
+
 class Clamping(Block):
     """Writes to a weight."""
 
@@ -215,6 +228,11 @@ def loss_after_evaluations(left_out: Sequence[Sequence[Sequence[int]]], model: L
         with torch.no_grad():
             model(hidden)
     return loss
+
+
+def loss_in_part_without_gradients(without: Sequence[Sequence[int]], model: WithoutGradients, hidden: Tensor, rank: int) -> Tensor:
+    model.without = without[rank]
+    return model(hidden).square().mean()
 
 
 def loss_of_recomputed(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
@@ -361,6 +379,18 @@ def test_the_forward_of_a_module_ends_alike_on_ranks_that_leave_out_its_last_par
         return LeavingOut(*chain(*[Block] * LAYERS))
 
     expected, found = trained_plainly(make(), loss), trained_sharded(make, loss, prefetch, (RANKS, 1))
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("without", [((), (0, 1)), ((2,), (1, 3))], ids=["the first on one rank", "other ones on each rank"])
+def test_modules_that_a_rank_calls_without_gradients_leave_no_rank_waiting(without: Sequence[Sequence[int]]) -> None:
+    loss = partial(loss_in_part_without_gradients, without)
+
+    def make() -> nn.Module:
+        return WithoutGradients(*chain(*[Block] * LAYERS))
+
+    expected, found = trained_plainly(make(), loss), trained_sharded(make, loss, Prefetch(), (RANKS, 1))
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
 
 

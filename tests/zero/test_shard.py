@@ -30,7 +30,7 @@ from megatron_zpp.parallel.specs import Use
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.loss_scaler import DynamicLossScaler
+from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_offloaded_optimizer, with_quantized_gradients
 from megatron_zpp.zero.schedule import Prefetch
 from megatron_zpp.zero.shard import _load_kernels, full_weights, shard
@@ -328,6 +328,10 @@ OFFLOADED_APEX = EngineOptions(with_offloaded_optimizer(POLICIES[2]), adam=AdamO
         (with_meta_buffer, ALL, {}, ["buffer counts is on the meta device"]),
         (tied, ALL, {"options": EngineOptions(policy=3)}, ["policy is 3", "ZEROPP"]),
         (tied, ALL, {"options": EngineOptions(adam=AdamOptions(backend="foo"))}, ["the backend of adam is 'foo'"]),
+        (tied, ALL, {"options": EngineOptions(adam=AdamOptions(beta2=1.0))}, ["beta2 of adam is 1.0", "less than 1"]),
+        (tied, ALL, {"options": EngineOptions(adam=AdamOptions(eps=0.0))}, ["eps of adam is 0.0", "positive"]),
+        (tied, ALL, {"options": EngineOptions(adam=AdamOptions(weight_decay=float("nan")))}, ["weight_decay of adam is nan", "0 or more"]),
+        (tied, ALL, {"loss_scaler": ConstantLossScaler(float("inf"))}, ["the scale of loss_scaler is inf", "positive"]),
         (tied, ALL, {"options": OFFLOADED_APEX}, ["the backend of adam is 'apex'", "host", "choose torch"]),
         (tied, ALL, {"options": EngineOptions(full_precision_iterations=-1)}, ["full_precision_iterations is -1"]),
     ],
@@ -440,11 +444,33 @@ def test_a_process_alone_is_a_world_of_one_on_the_device_of_the_module() -> None
     assert (engine.rank, engine.world_size, engine.device) == (0, 1, torch.device("cpu"))
 
 
+def test_the_default_device_of_torch_moves_nothing_that_belongs_on_the_host() -> None:
+    """A program may set it to its GPU. Here it is one that has no values."""
+    model, inputs = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    with torch.device("meta"):
+        engine = shard(model, ["0"], EngineOptions(with_offloaded_optimizer(POLICIES[2])))
+        engine.backward(model(inputs).square().mean())
+        result = engine.step(LEARNING_RATE)
+        weights = dict(full_weights(engine))
+    assert result.grad_norm > 0
+    assert {weight.device.type for weight in weights.values()} == {"cpu"}
+
+
 def test_a_module_is_sharded_once() -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     shard(module, ["0"]).close()
     with pytest.raises(ValueError, match="the module is sharded already"):
         shard(module, ["0"])
+
+
+@pytest.mark.virtual
+def test_a_virtual_world_serves_one_engine() -> None:
+    def program(backend: VirtualBackend) -> None:
+        shard(tied(), ALL, backend=backend)
+        with pytest.raises(ValueError, match="the backend serves an engine already"):
+            shard(tied(), ALL, backend=backend)
+
+    run_world((1, 2), program)
 
 
 def test_a_parameter_of_two_sharded_modules_is_refused() -> None:
@@ -478,6 +504,25 @@ def test_options_that_differ_between_ranks_are_refused_and_the_modules_stay_as_t
 def one_layer() -> tuple[nn.Module, ZeroEngine]:
     model = nn.Sequential(nn.Linear(4, 4))
     return model, shard(model, ["0"])
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, float("nan")])
+def test_a_number_of_micro_batches_that_is_none_is_refused(microbatches: Any) -> None:
+    model, engine = one_layer()
+    with pytest.raises(ValueError, match=f"microbatches is {microbatches}; give the number"):
+        engine.backward(model(torch.ones(2, 4)).sum(), microbatches=microbatches)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1e-3])
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
+def test_a_bad_number_for_a_step_is_refused_and_the_step_can_follow(name: str, bad: float) -> None:
+    model, engine = one_layer()
+    before = dict(full_weights(engine))
+    engine.backward(model(torch.ones(2, 4)).sum())
+    with pytest.raises(ValueError, match=f"{name} is {bad}; give a finite number, 0 or more"):
+        engine.step(**{"learning_rate": 1e-3, name: bad})
+    assert all(torch.equal(weight, before[path]) for path, weight in full_weights(engine))
+    assert not engine.step(learning_rate=1e-3).is_skipped
 
 
 def test_a_micro_batch_after_the_last_one_is_refused() -> None:

@@ -21,7 +21,6 @@ from megatron_zpp.model.shapes import ModelShape as GptShape
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Lane
 from megatron_zpp.training.sharding import grid_of, sharding_of
-from megatron_zpp.zero.optimizer import Update
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.plan.planned_hops import PlannedHop
 from megatron_zpp.zero.plan.step_simulation import StepSimulation
@@ -35,6 +34,7 @@ from megatron_zpp.zero.policy import (
     with_secondary_weights,
 )
 from megatron_zpp.zero.schedule import Prefetch
+from megatron_zpp.zero.update import Update
 
 pytestmark = pytest.mark.virtual
 
