@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 MARK = "SLOW_LINKS_HAS_OWN_NETWORK"
 TOOLS = ("unshare", "nsenter", "mount", "ip", "tc")
-CAPABLE = "unshare --net --mount true"
 
 
 class CannotIsolate(RuntimeError):

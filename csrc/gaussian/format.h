@@ -86,9 +86,8 @@ ZPP_HOST_DEVICE float variance_of(float square) { return square * (1.0f / kGauss
 
 // The scale as bf16 bits, of a block that is not all zeros. square: the sum of squares; product: the sum of products with levels.
 ZPP_HOST_DEVICE uint16_t gaussian_scale(float square, float product, int rounds, float up) {
-  const uint32_t bits = bits_of(square / product * scale_of_rounds(rounds) * up);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return rounded < ValueFormat<Bf16Bits>::kInfinity ? static_cast<uint16_t>(rounded) : kNanScale;
+  const uint32_t nearest = nearest_bf16(square / product * scale_of_rounds(rounds) * up);
+  return nearest < ValueFormat<Bf16Bits>::kInfinity ? static_cast<uint16_t>(nearest) : kNanScale;
 }
 
 ZPP_HOST_DEVICE bool is_finite_scale(uint16_t scale) { return (scale & 0x7fffu) < ValueFormat<Bf16Bits>::kInfinity; }

@@ -106,6 +106,17 @@ struct ValueFormat<Fp16Bits> {
   ZPP_HOST_DEVICE static float widened(Magnitude magnitude) { return float_of(static_cast<uint32_t>(magnitude) << 13) * 0x1p+112f; }
 };
 
+// The bits of the nearest bf16, half to even; not for NaN.
+ZPP_HOST_DEVICE uint32_t nearest_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// The same, also for NaN, which gets its one bits.
+ZPP_HOST_DEVICE uint16_t narrowed_to_bf16(float value) {
+  return static_cast<uint16_t>(value != value ? ValueFormat<Bf16Bits>::kNan : nearest_bf16(value));
+}
+
 // ---- Scales and codes ------------------------------------------------------------------------------------------------------------------
 
 template <int kBits>

@@ -95,7 +95,7 @@ class Build:
         """16 hex digits: a hash of everything that the build depends on."""
         described = {
             "sources": {str(path.relative_to(self.sources)): hashlib.sha256(path.read_bytes()).hexdigest() for path in self.files()},
-            "torch": torch.__version__,
+            "torch": (torch.__version__, torch.version.git_version, torch.version.cuda, torch.compiled_with_cxx11_abi()),
             "flags": self.compiler_flags(),
             "cuda architectures": self.cuda_architectures,
             "architecture": platform.machine(),

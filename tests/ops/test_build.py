@@ -55,13 +55,16 @@ def test_a_new_torch_processor_or_flag_changes_the_key(monkeypatch: pytest.Monke
     keys = [Build().key(), Build(portable=True).key()]
     for owner, name, value in [
         (torch, "__version__", "9.9.9"),
+        (torch.version, "git_version", "another"),
+        (torch.version, "cuda", "99.9"),
+        (torch, "compiled_with_cxx11_abi", lambda: "another"),
         (build_module, "_processor_features", lambda: "another"),
         (build_module, "COMPILER_FLAGS", ("-O0",)),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             keys.append(Build().key())
-    assert len(set(keys)) == 5
+    assert len(set(keys)) == 8
 
 
 CUDA_SOURCE = "quantization/cuda/encode.cu"

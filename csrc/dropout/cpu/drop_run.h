@@ -11,8 +11,7 @@
 
 namespace megatron_zpp::cpu {
 
-constexpr int64_t kRunNumel = 1024;       // 4 KiB of fp32 on the stack
-constexpr int64_t kHalfLoopMultiple = 8;  // of half_loops.h
+constexpr int64_t kRunNumel = 1024;  // 4 KiB of fp32 on the stack
 
 // In each drop_run numel is at most kRunNumel, and `hashes` are those of the first value and of all after it.
 inline void drop_run(const float* __restrict values, int32_t numel, const PairHashes& hashes, const Mask& mask, float* __restrict dropped) {
@@ -29,22 +28,16 @@ inline void drop_run(
   const uint32_t threshold = mask.threshold, counter = hashes.counter, word = hashes.word;
   const float scale = mask.scale;
   for (int32_t i = 0; i < numel; ++i) {
-    const float product = float_of(static_cast<uint32_t>(values[i].x) << 16) * scale;
-    const uint32_t bits = bits_of(product);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t kept = product != product ? ValueFormat<Bf16Bits>::kNan : rounded;
-    dropped[i].x = static_cast<uint16_t>(hashed(counter + static_cast<uint32_t>(i), word) < threshold ? 0u : kept);
+    const uint16_t kept = narrowed_to_bf16(float_of(static_cast<uint32_t>(values[i].x) << 16) * scale);
+    dropped[i].x = hashed(counter + static_cast<uint32_t>(i), word) < threshold ? uint16_t{0} : kept;
   }
 }
 
 inline void drop_run(const c10::Half* values, int32_t numel, const PairHashes& hashes, const Mask& mask, c10::Half* dropped) {
   float wide[kRunNumel], wide_dropped[kRunNumel];
-  const int64_t whole = numel / kHalfLoopMultiple * kHalfLoopMultiple;
-  widen_half(values, whole, wide);
-  std::copy(values + whole, values + numel, wide + whole);
+  widen_half(values, numel, wide);
   drop_run(wide, numel, hashes, mask, wide_dropped);
-  narrow_to_half(wide_dropped, whole, dropped);
-  std::transform(wide_dropped + whole, wide_dropped + numel, dropped + whole, [](float value) { return static_cast<c10::Half>(value); });
+  narrow_to_half(wide_dropped, numel, dropped);
 }
 
 // Values begin to end of those that the mask is for.

@@ -70,9 +70,7 @@ inline void store_block(const float* __restrict decoded, bool accumulate, float*
 inline void store_block(const float* __restrict decoded, bool accumulate, c10::BFloat16* __restrict values) {
   for (int i = 0; i < kGaussianNumel; ++i) {
     const float value = accumulate ? float_of(static_cast<uint32_t>(values[i].x) << 16) + decoded[i] : decoded[i];
-    const uint32_t bits = bits_of(value);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    values[i].x = static_cast<uint16_t>(value != value ? ValueFormat<Bf16Bits>::kNan : rounded);
+    values[i].x = narrowed_to_bf16(value);
   }
 }
 

@@ -10,14 +10,15 @@ namespace megatron_zpp::cpu {
 template <int kBits, class T>  // T: float, c10::BFloat16 or c10::Half
 void launch_encode_gaussian(ValueRows<const T> values, GaussianRows<uint8_t> payloads, int rounds, const Noise& noise);
 
-// noises: of each slice.
+// What the signs of each sender are drawn from.
+struct SenderNoises {
+  bool is_by_slice;  // whether each slice has a sender, or each member
+  std::vector<Noise> noises;
+};
+
+// Decodes the mean over members.
 template <int kBits, class T>
 void launch_decode_gaussian(
-    GaussianRows<const uint8_t> payloads, ValueRows<T> values, int rounds, const std::vector<Noise>& noises, bool accumulate);
-
-// noises: of each member.
-template <int kBits>
-void launch_decode_mean_gaussian(
-    GaussianRows<const uint8_t> payloads, ValueRows<float> means, int rounds, const std::vector<Noise>& noises, bool accumulate);
+    GaussianRows<const uint8_t> payloads, ValueRows<T> means, int rounds, const SenderNoises& senders, bool accumulate);
 
 }  // namespace megatron_zpp::cpu

@@ -21,10 +21,10 @@ inline void decode_gaussian(
     const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
   const GaussianRows<const uint8_t> rows = gaussian_to_decode(payloads, values, bits);
   const int some_rounds = checked_rounds(rounds);
-  const std::vector<Noise> noises = checked_keys(keys, values.size(0));
+  const SenderNoises senders{true, checked_keys(keys, values.size(0))};
   dispatch_gaussian_bits(bits, [&](auto kBits) {
     dispatch_values(values, "values", [&](auto zero) {
-      launch_decode_gaussian<decltype(kBits)::value>(rows, writable_values<decltype(zero)>(values), some_rounds, noises, accumulate);
+      launch_decode_gaussian<decltype(kBits)::value>(rows, writable_values<decltype(zero)>(values), some_rounds, senders, accumulate);
     });
   });
 }
@@ -33,9 +33,9 @@ inline void decode_mean_gaussian(
     const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
   const GaussianRows<const uint8_t> rows = gaussian_members(payloads, mean, bits);
   const int some_rounds = checked_rounds(rounds);
-  const std::vector<Noise> noises = checked_keys(keys, rows.rows.members);
+  const SenderNoises senders{false, checked_keys(keys, rows.rows.members)};
   dispatch_gaussian_bits(bits, [&](auto kBits) {
-    launch_decode_mean_gaussian<decltype(kBits)::value>(rows, writable_values<float>(mean), some_rounds, noises, accumulate);
+    launch_decode_gaussian<decltype(kBits)::value>(rows, writable_values<float>(mean), some_rounds, senders, accumulate);
   });
 }
 

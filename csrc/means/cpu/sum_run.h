@@ -11,8 +11,7 @@
 
 namespace megatron_zpp::cpu {
 
-constexpr int64_t kPartNumel = 2048;    // 8 KiB of fp32 on the stack
-constexpr int64_t kHalvesMultiple = 8;    // of half_loops.h
+constexpr int64_t kPartNumel = 2048;  // 8 KiB of fp32 on the stack
 
 // In each function numel is at most kPartNumel.
 
@@ -30,9 +29,7 @@ inline void add_run(const c10::BFloat16* __restrict values, int64_t numel, float
 
 inline void add_run(const c10::Half* values, int64_t numel, float* total) {
   float wide[kPartNumel];
-  const int64_t whole = numel / kHalvesMultiple * kHalvesMultiple;
-  widen_half(values, whole, wide);
-  std::copy(values + whole, values + numel, wide + whole);
+  widen_half(values, numel, wide);
   add_run(wide, numel, total);
 }
 
@@ -46,16 +43,12 @@ inline void store_run(const float* __restrict means, int64_t numel, bool accumul
 
 inline void store_run(const float* __restrict means, int64_t numel, bool, c10::BFloat16* __restrict stored) {
   for (int64_t i = 0; i < numel; ++i) {
-    const uint32_t bits = bits_of(means[i]);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    stored[i].x = static_cast<uint16_t>(means[i] != means[i] ? ValueFormat<Bf16Bits>::kNan : rounded);
+    stored[i].x = narrowed_to_bf16(means[i]);
   }
 }
 
 inline void store_run(const float* means, int64_t numel, bool, c10::Half* stored) {
-  const int64_t whole = numel / kHalvesMultiple * kHalvesMultiple;
-  narrow_to_half(means, whole, stored);
-  std::transform(means + whole, means + numel, stored + whole, [](float value) { return static_cast<c10::Half>(value); });
+  narrow_to_half(means, numel, stored);
 }
 
 }  // namespace megatron_zpp::cpu

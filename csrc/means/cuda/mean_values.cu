@@ -136,18 +136,12 @@ bool have_wide_access(const MemberRows<T>& rows) {
 
 template <class T, class Stored>
 cudaError_t launch_mean(const MemberRows<T>& members, const ValueRows<Stored>& means, bool accumulate, cudaStream_t stream) {
-  if (members.slices == 0 || members.run_numel == 0) {
-    return cudaSuccess;
-  }
   constexpr int64_t kGridBlockNumel = int64_t{kMeanThreads} * kFullChunkNumel<T>;
   const int64_t grid_blocks = (members.run_numel + kGridBlockNumel - 1) / kGridBlockNumel;
   const bool is_wide = have_wide_access(members) && has_wide_access(means, members.slices);
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>(std::min(grid_blocks, kMostGridBlocks)), static_cast<unsigned>(std::min(members.slices, kMostGridRows)));
-  config.blockDim = dim3(kMeanThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, mean_kernel<T, Stored>, members, means, divisor_of(members.members), accumulate, is_wide);
+  const Divisor divisor = divisor_of(members.members);
+  return start_grid(
+      mean_kernel<T, Stored>, members.slices, grid_blocks, kMeanThreads, stream, members, means, divisor, accumulate, is_wide);
 }
 
 #define ZPP_INSTANTIATE(T, Stored) \

@@ -44,17 +44,11 @@ void store_decoded(const uint8_t* __restrict codes, float scale, int64_t numel, 
   narrow_to_half(scratch, numel, values);
 }
 
-// fp32 bits with the nearest bf16, half to even, in the upper 16; not for NaN.
-inline uint32_t rounded_to_bf16(float value) {
-  const uint32_t bits = bits_of(value);
-  return bits + 0x7fffu + ((bits >> 16) & 1u);
-}
-
 template <int kBits>
 void store_decoded_pairs(const uint8_t* __restrict codes, float scale, int64_t numel, c10::BFloat16* __restrict values) {
   for (int64_t pair = 0; pair < numel / 2; ++pair) {
     const CodePair code = load_pair<kBits>(codes, pair);
-    const uint32_t word = (rounded_to_bf16(decoded(code.even, scale)) >> 16) | (rounded_to_bf16(decoded(code.odd, scale)) & 0xffff0000u);
+    const uint32_t word = nearest_bf16(decoded(code.even, scale)) | nearest_bf16(decoded(code.odd, scale)) << 16;
     memcpy(values + 2 * pair, &word, sizeof(word));
   }
 }
@@ -79,7 +73,7 @@ inline void store_decoded_normal(const uint8_t* codes, float scale, int64_t nume
 inline void store_looked_up(const uint8_t* codes, float scale, int64_t numel, c10::BFloat16* values) {
   uint16_t table[32];
   for (int32_t nibble = 0; nibble < 32; ++nibble) {
-    table[nibble] = static_cast<uint16_t>(rounded_to_bf16(decoded(((nibble & 0xf) ^ 8) - 8, scale)) >> 16);
+    table[nibble] = static_cast<uint16_t>(nearest_bf16(decoded(((nibble & 0xf) ^ 8) - 8, scale)));
   }
   const __m512i entries = _mm512_loadu_si512(table);
   for (int64_t i = 0; i < numel; i += 32) {

@@ -11,30 +11,29 @@
 
 namespace megatron_zpp::cpu {
 
-// In both functions numel is a multiple of 8.
 inline void widen_half(const c10::Half* __restrict values, int64_t numel, float* __restrict wide) {
+  int64_t i = 0;
 #if defined(__F16C__)
-  for (int64_t i = 0; i < numel; i += 8) {
+  for (; i < numel / 8 * 8; i += 8) {
     _mm256_storeu_ps(wide + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values + i))));
   }
-#else
-  for (int64_t i = 0; i < numel; ++i) {
+#endif
+  for (; i < numel; ++i) {
     wide[i] = static_cast<float>(values[i]);
   }
-#endif
 }
 
 inline void narrow_to_half(const float* __restrict wide, int64_t numel, c10::Half* __restrict values) {
+  int64_t i = 0;
 #if defined(__F16C__)
-  for (int64_t i = 0; i < numel; i += 8) {
+  for (; i < numel / 8 * 8; i += 8) {
     const __m128i narrow = _mm256_cvtps_ph(_mm256_loadu_ps(wide + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(values + i), narrow);
   }
-#else
-  for (int64_t i = 0; i < numel; ++i) {
+#endif
+  for (; i < numel; ++i) {
     values[i] = static_cast<c10::Half>(wide[i]);
   }
-#endif
 }
 
 }  // namespace megatron_zpp::cpu

@@ -142,18 +142,25 @@ cudaError_t dispatch_teams(int64_t block_numel, Launch launch) {
   return launch(Teams<kLargestTeamThreads, kHeld, kChunkNumel>());
 }
 
-// Starts kernel(arguments...) for `slices` runs of `blocks` blocks; does nothing if there are none.
-template <class Teams, class... Parameters, class... Arguments>
-cudaError_t start(void (*kernel)(Parameters...), int64_t slices, int64_t blocks, cudaStream_t stream, Arguments... arguments) {
-  if (slices == 0 || blocks == 0) {
+// Starts kernel(arguments...) on so many rows of grid blocks, or as many as a grid can have; does nothing if there are none.
+template <class... Parameters, class... Arguments>
+cudaError_t start_grid(
+    void (*kernel)(Parameters...), int64_t rows, int64_t grid_blocks, int threads, cudaStream_t stream, Arguments... arguments) {
+  if (rows == 0 || grid_blocks == 0) {
     return cudaSuccess;
   }
-  const int64_t grid_blocks = (blocks + Teams::kTeamsPerGridBlock - 1) / Teams::kTeamsPerGridBlock;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(grid_blocks, kMostGridBlocks)), static_cast<unsigned>(std::min(slices, kMostGridRows)));
-  config.blockDim = dim3(Teams::kGridBlockThreads);
+  config.gridDim = dim3(static_cast<unsigned>(std::min(grid_blocks, kMostGridBlocks)), static_cast<unsigned>(std::min(rows, kMostGridRows)));
+  config.blockDim = dim3(threads);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Starts kernel(arguments...) for `slices` runs of `blocks` blocks.
+template <class Teams, class... Parameters, class... Arguments>
+cudaError_t start(void (*kernel)(Parameters...), int64_t slices, int64_t blocks, cudaStream_t stream, Arguments... arguments) {
+  const int64_t grid_blocks = (blocks + Teams::kTeamsPerGridBlock - 1) / Teams::kTeamsPerGridBlock;
+  return start_grid(kernel, slices, grid_blocks, Teams::kGridBlockThreads, stream, arguments...);
 }
 
 }  // namespace megatron_zpp::cuda

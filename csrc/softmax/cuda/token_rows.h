@@ -6,8 +6,6 @@
 // Which thread has which columns does not depend on where a row starts, and neither do the bits of a sum over them.
 #pragma once
 
-#include <algorithm>
-
 #include "../../quantization/cuda/teams.h"
 #include "../../quantization/cuda/value_chunks.h"
 #include "launchers.h"
@@ -50,17 +48,10 @@ __device__ __forceinline__ void for_each_token(int64_t tokens, Work work) {
   }
 }
 
-// Starts kernel(arguments...) for so many tokens; does nothing if there are none.
+// Starts kernel(arguments...) for so many tokens.
 template <class... Parameters, class... Arguments>
 cudaError_t start_tokens(void (*kernel)(Parameters...), int64_t tokens, cudaStream_t stream, Arguments... arguments) {
-  if (tokens == 0) {
-    return cudaSuccess;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(tokens, kMostGridBlocks)));
-  config.blockDim = dim3(kTokenThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  return start_grid(kernel, 1, tokens, kTokenThreads, stream, arguments...);
 }
 
 }  // namespace megatron_zpp::cuda
