@@ -216,9 +216,15 @@ def test_the_part_bits_compares_long_runs_with_their_parts() -> None:
     outcome, long = Outcome(), bits.Long("cpu", 2**14 + 256 * 37, 2**13)
     Build().make()
     assert extension.load()
-    for check in (bits._check_long_runs, bits._check_long_means, bits._check_long_dropout, bits._check_long_loss):
+    for check in (
+        bits._check_long_runs,
+        bits._check_long_means,
+        bits._check_long_exact_means,
+        bits._check_long_dropout,
+        bits._check_long_loss,
+    ):
         check(outcome, long)
-    assert outcome.failures == [] and len(outcome.lines) == 5
+    assert outcome.failures == [] and len(outcome.lines) == 6
 
 
 @pytest.mark.long
