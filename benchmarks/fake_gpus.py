@@ -2,8 +2,8 @@
 
     python benchmarks/fake_gpus.py --gpus 4 COMMAND
 
-Needs torch built for CUDA 13 and CUDA's toolkit, and no GPU. Every number on a fake GPU is zero, so losses are zero, too. Attention by
-cuDNN does not work (--attention-backend flash does).
+Needs torch built for CUDA 13 and CUDA's toolkit, and no GPU. Every number on a fake GPU is zero, so losses are zero, too. cuDNN is one of
+an old version, so that --attention-backend auto takes flash; --attention-backend fused does not work.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     bash benchmarks/gpu_check.sh --limit-seconds 470 --output FOLDER
 
 Needs torch, numpy and nvcc. Every part is a process of its own with a time limit; if one fails, hangs or is killed, the others still run.
-Results are written as they come: FOLDER/parts/NAME.json of each part, gpu_check.json with all of them, and gpu_check.txt for people. What
-this machine cannot do is listed with the reason. Exit code: 1 if a check failed, 3 if none did but the time was too short for something,
-else 0. benchmarks/README.md says how to read the results.
+Results are written as they come: FOLDER/gpu_check.json with every part that has ended, gpu_check.txt for people, and parts/NAME.json of
+a part that runs. What this machine cannot do is listed with the reason. Exit code: 1 if a check failed, 3 if none did but the time was too
+short for something, else 0. benchmarks/README.md says how to read the results.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,6 +23,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 from gpu.part_process import run_part  # noqa: E402
 from gpu.parts import Part, all_parts, chosen  # noqa: E402
+from gpu.rank_processes import FOUND_VARIABLE  # noqa: E402
 from gpu.runner import Runner  # noqa: E402
 from gpu.version import commit, source_digest  # noqa: E402
 
@@ -42,7 +44,9 @@ def main(arguments: list[str]) -> int:
     runner = Runner(options.output.resolve(), options.limit_seconds, command, about, lambda text: print(text, flush=True))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, frame: runner.interrupt(f"ended by {signal.Signals(received).name}"))
-    code = runner.run(chosen(options.parts))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FOUND_VARIABLE] = str(Path(folder, "sharing.json"))
+        code = runner.run(chosen(options.parts))
     print(f"\n{(options.output / 'gpu_check.txt').read_text(encoding='utf-8').partition('== ')[0].strip()}")
     return code
 

@@ -19,6 +19,10 @@ int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* is_active) {
   *is_active = 1;
   return 0;
 }
+int cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return 0;
+}
 int cuGetErrorName(int, const char** text) {
   *text = "an error of the fake GPU";
   return 0;

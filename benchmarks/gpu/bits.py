@@ -18,6 +18,7 @@ from gpu.device_errors import attempt
 from gpu.outcome import Outcome
 from gpu.place import Place, require_kernels
 from megatron_zpp.ops import extension
+from megatron_zpp.ops.means import mean_values
 from megatron_zpp.ops.payload import coded_bytes
 from megatron_zpp.ops.softmax import Columns, TokenTerms, softmax_gradient, softmax_parts
 
@@ -105,6 +106,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
     checks |= {
         f"runs of {long.numel:,} values": partial(_check_long_runs, outcome, long),
         f"means of {long.numel:,} values": partial(_check_long_means, outcome, long),
+        f"exact means of {long.numel:,} values": partial(_check_long_exact_means, outcome, long),
         f"dropout of {long.numel:,} values": partial(_check_long_dropout, outcome, long),
         f"loss of {long.numel:,} logits": partial(_check_long_loss, outcome, long),
         "many slices": partial(_check_many_slices, outcome, device),
@@ -310,6 +312,23 @@ def _check_long_means(outcome: Outcome, long: Long) -> None:
         is_recoded = is_recoded and torch.equal(long.encoded(part, 4)[:, : numel // 2], recoded[:, place.start // 2 : place.stop // 2])
     outcome.check(f"the mean of two runs of {long.numel:,} values is that of their parts", holds=is_mean)
     outcome.check(f"the mean of two runs of {long.numel:,} values is encoded as that of their parts", holds=is_recoded)
+
+
+def _check_long_exact_means(outcome: Outcome, long: Long) -> None:
+    """Checks that the mean of two members that are not quantized is that of their parts."""
+    if long.lacks_memory(outcome, "exact means", 10):
+        return
+    members = torch.empty(2, 1, long.numel, device=long.device, dtype=torch.bfloat16)
+    for number, member in enumerate(members):
+        member.copy_(long.values(number))
+    mean = torch.empty(1, long.numel, device=long.device)
+    mean_values(members, mean, accumulate=False)
+    is_equal = True
+    for place in long.parts():
+        part = torch.empty(1, place.stop - place.start, device=long.device)
+        mean_values(members[:, :, place].contiguous(), part, accumulate=False)
+        is_equal = is_equal and torch.equal(part, mean[:, place])
+    outcome.check(f"the exact mean of two runs of {long.numel:,} values is that of their parts", holds=is_equal)
 
 
 def _check_long_dropout(outcome: Outcome, long: Long) -> None:

@@ -38,7 +38,7 @@ WAVES: tuple[Wave, ...] = (
             "builds", 200, 60, 400, "8 builds at once, without ninja, with the list of architectures of a container", is_in_background=True
         ),
     ),
-    (Part("training", 60, 25, 180, "a GPT of a billion parameters: speed, parts of a step, stalls, memory against the plan"),),
+    (Part("training", 75, 25, 180, "a GPT of a billion parameters: speed, parts of a step, stalls, memory against the plan"),),
     (
         Part("bits", 60, 15, 200, "every kernel against the reference, bit for bit"),
         Part("nccl", 100, 30, 280, "4 NCCL ranks as 2 nodes x 2: equal bits in all stages, also of tensor and of context ranks"),
@@ -50,9 +50,9 @@ WAVES: tuple[Wave, ...] = (
         Part("resume", 40, 20, 150, "save, --async-save, resume and evaluation: the same bits"),
     ),
     (Part("several_gpus", 60, 20, 200, "one rank per GPU: rates of the collectives, limits of CTAs"),),
-    (Part("tensor", 25, 15, 120, "the tensor link over NCCL: bits of its sums, and sums beside matrix products"),),
+    (Part("tensor", 15, 15, 120, "the tensor link over NCCL: bits of its sums, and sums beside matrix products"),),
     (
-        Part("lost_rank", 90, 75, 150, "one NCCL rank is killed, and the others end in time"),
+        Part("lost_rank", 80, 75, 150, "one NCCL rank is killed, and the others end in time"),
         Part("offload", 70, 20, 200, "optimizer and kept inputs on the host: losses, memory against the plan, copies beside computation"),
         Part("apex", 20, 10, 300, "NVIDIA Apex, where it is or where its sources are"),
         Part("compile", 40, 15, 200, "every CUDA source by itself, with warnings as errors"),

@@ -41,6 +41,7 @@ ONE_GPU_EACH = Sharing("one GPU per rank, or the CPU")
 HOST_IDS = Sharing("one GPU, and a host id of its own for each rank (NCCL_HOSTID)", has_own_host_id=True)
 # From NCCL 2.30 on there is a switch.
 MULTI_RANK = Sharing("one GPU, and NCCL_MULTI_RANK_GPU_ENABLE", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+FOUND_VARIABLE = "GPU_CHECK_SHARING"  # names the file in which a part leaves how ranks can share GPUs, for later parts
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     OUTPUT/gpu_check.json     the summary, with the report of every part that has ended
     OUTPUT/gpu_check.txt      the same for people
-    OUTPUT/parts/NAME.json    the report of one part; the part itself writes it, from its start on
+    OUTPUT/parts/NAME.json    the report of a part that runs; the part itself writes it, from its start on
 
 A part is a process session of its own. One that hangs is killed with all processes that it started, and loses only what it had not found
 yet. The seconds that it did not need are there for the next.
@@ -73,18 +73,23 @@ class Runner:
         self._about = about
         self._say = say
         self._running: list[Running] = []
+        self._names: list[str] = []
         self._interrupted = ""
         self.reports: dict[str, dict[str, Any]] = {}
         (output / "parts").mkdir(parents=True, exist_ok=True)
 
     def run(self, waves: Sequence[Wave]) -> int:
         """Runs all waves and returns the exit code: 1 if anything failed, else 3 if the time was too short for something, else 0."""
+        self._names = [part.name for wave in waves for part in wave]
+        self._write_summary()
         with tempfile.TemporaryDirectory() as logs:
             for wave in waves:
                 self._start_wave(wave, Path(logs))
                 self._wait_while(lambda: any(not running.part.is_in_background for running in self._running))
             self._wait_while(lambda: bool(self._running))
         self._write_summary()
+        with suppress(OSError):  # a part that could not be killed has left a file
+            (self._output / "parts").rmdir()
         return exit_code(self.reports)
 
     def interrupt(self, reason: str) -> None:
@@ -126,7 +131,7 @@ class Runner:
         seconds = self._clock() - running.start
         if not has_ended and seconds < running.limit_seconds and not self._interrupted:
             return
-        end_session(running.process)  # also what a part that has ended left behind
+        end_session(running.process, min(KILL_SECONDS, self._time.remaining_seconds()))  # also what a part that has ended left behind
         self._running.remove(running)
         for unfinished in running.result.parent.glob(f".{running.result.name}.*"):
             unfinished.unlink()
@@ -151,35 +156,51 @@ class Runner:
 
     def _end(self, name: str, found: dict[str, Any], seconds: float) -> None:
         self.reports[name] = {**found, "seconds": round(seconds, 1)}
-        write_json(self._output / "parts" / f"{name}.json", self.reports[name])
         self._say("\n".join(part_lines(name, self.reports[name])))
         self._write_summary()
+        (self._output / "parts" / f"{name}.json").unlink(missing_ok=True)
 
     def _write_summary(self) -> None:
         seconds = round(self._limit_seconds - self._time.remaining_seconds(), 1)
         machine = self.reports.get("machine", {}).get("measured", {})
+        unfinished = [name for name in self._names if name not in self.reports]
         summary = {
             **self._about,
             "machine": machine,
             "limit_seconds": self._limit_seconds,
             "seconds": seconds,
-            "exit_code": exit_code(self.reports),
+            "exit_code": exit_code(self.reports) or (LATE_CODE if unfinished else PASSED_CODE),
+            "unfinished": unfinished,
             "could_not_do": [line for name, found in self.reports.items() for line in _reasons(name, found)],
             "parts": self.reports,
         }
         write_json(self._output / "gpu_check.json", summary)
         about = ", ".join(f"{name} {value}" for name, value in {**self._about, **machine}.items())
         head = [f"GPU check: {about}; {seconds} s of {self._limit_seconds:.0f}", *summary_lines(self.reports)]
+        head += [f"unfinished: {', '.join(unfinished)}"] if unfinished else []
         body = [line for name, found in self.reports.items() for line in ["", *part_lines(name, found)]]
         write_text(self._output / "gpu_check.txt", "\n".join([*head, *body]) + "\n")
 
 
-def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kills a part and all processes that it started; they are in its process group."""
+def end_session(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Kills a part and all processes that it started, which are in its session, and waits so long for its end."""
     with suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
+    for member in _members(process.pid):  # ninja, for one, gives each compiler a process group of its own
+        with suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # a process that waits for a broken device ends when the device lets it
-        process.wait(KILL_SECONDS)
+        process.wait(seconds)
+
+
+def _members(session: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            if int(file.read_text(errors="replace").rpartition(")")[2].split()[3]) == session:
+                found.append(int(file.parent.name))
+    return found
 
 
 def exit_code(reports: dict[str, dict[str, Any]]) -> int:

@@ -123,7 +123,7 @@ def _timed(replay: Call, repeats: int) -> float:
 
 def _table(results: list[Result]) -> list[str]:
     if not results:
-        raise NotDone("no size fits into the GPU's memory")
+        raise NotDone("no kernel could be timed")
     rows = [
         f"| {result.megabytes} | {result.codes} | {result.op} | {result.microseconds:.1f} | "
         f"{result.terabytes_per_second:.2f} | {result.share_of_copy:.0%} |"

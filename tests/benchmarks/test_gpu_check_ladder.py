@@ -6,20 +6,24 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from gpu import ladder
+from gpu import delays, ladder
 from gpu.deadline import Deadline
+from gpu.delays import DelayedLanes, Delays, delay_computation
 from gpu.ladder import ALL_OF_ZEROPP, DEAF, RUNS, SEQUENCE, TENSOR, WITHOUT_HPZ, ZERO_3, Bits, Run
 from gpu.outcome import Outcome
 from gpu.session import RankPlace
 from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.machine import Machine, Site
 from harness.fake_streams.one_gpu import run_on_one_fake_gpu
+from torch import nn
 
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.specs import Use
 
 pytestmark = pytest.mark.virtual
 
@@ -92,6 +96,22 @@ def test_the_ladder_part_finds_equal_bits_and_no_race_on_fake_streams() -> None:
     delayed = [found for name, found in outcome.measured["runs"].items() if "delays" in name]
     assert len(delayed) == 4 and all(found["delays"] > 10 for found in delayed)
     assert gpu.longest > 0.01  # simulated seconds of sleep
+
+
+def test_delays_come_before_a_hop_is_prepared_and_landed_and_before_computation_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(delays, "CHANCE", 1.0)
+    delay = Delays(lambda seconds: order.append("delay"), 1, 1e-3)
+    hop: Any = SimpleNamespace(prepare=lambda: order.append("prepare"), land=lambda: order.append("land"))
+    inner: Any = SimpleNamespace(submit=lambda hop: (hop.prepare(), hop.land()))
+    DelayedLanes(inner, delay).submit(hop)
+    assert order == ["delay", "prepare", "delay", "land"]
+    model = nn.Sequential(nn.Linear(1, 1))
+    delay_computation(model, (Use("0", (), needs_weights_in_backward=True),), delay)
+    output = model(torch.ones(1, 1))
+    assert order[4:] == ["delay"]
+    output.sum().backward()
+    assert order[4:] == ["delay", "delay"]
 
 
 def test_each_wait_between_ranks_is_missed_when_it_has_no_effect() -> None:

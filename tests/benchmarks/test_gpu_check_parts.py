@@ -21,7 +21,7 @@ from gpu.differences import largest_difference
 from gpu.entry_runs import Entry, run_entries
 from gpu.outcome import NotDone, Outcome
 from gpu.place import Place
-from gpu.rank_processes import HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Sharing
+from gpu.rank_processes import FOUND_VARIABLE, HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Sharing
 from gpu.stalls import MeasuredStreams
 from gpu.timed_ops import BOUND_BY_MEMORY, timed_ops
 from harness.fake_streams.gpus import Gpu, run_on_gpus
@@ -84,7 +84,19 @@ def test_a_comparison_that_needs_more_memory_than_there_is_is_left_out_and_is_no
     monkeypatch.setattr(training, "_time_variant", run_out)
     outcome = run(training)
     assert outcome.omissions[-1] == "weights kept, whole logits: it does not fit into the memory of this GPU"
-    assert ["--compile" in failure for failure in outcome.failures] == [True]
+    assert [failure.partition(" runs")[0] for failure in outcome.failures] == ["attention by flash", "--compile"]
+
+
+def test_if_the_attention_that_auto_takes_fails_the_same_model_is_measured_with_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+
+    measured: list[str] = []
+    monkeypatch.setattr(training, "_measure_all", fail)
+    monkeypatch.setattr(training, "_time_variant", lambda time, outcome, place, flags, variant: measured.append(variant.flags))
+    outcome = run(training)
+    assert len(outcome.failures) == 1 and "CUDNN_STATUS_EXECUTION_FAILED" in outcome.failures[0]
+    assert "--attention-backend flash" in measured
 
 
 def test_the_part_one_rank_finds_that_gradients_and_losses_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +216,15 @@ def test_the_part_bits_compares_long_runs_with_their_parts() -> None:
     outcome, long = Outcome(), bits.Long("cpu", 2**14 + 256 * 37, 2**13)
     Build().make()
     assert extension.load()
-    for check in (bits._check_long_runs, bits._check_long_means, bits._check_long_dropout, bits._check_long_loss):
+    for check in (
+        bits._check_long_runs,
+        bits._check_long_means,
+        bits._check_long_exact_means,
+        bits._check_long_dropout,
+        bits._check_long_loss,
+    ):
         check(outcome, long)
-    assert outcome.failures == [] and len(outcome.lines) == 5
+    assert outcome.failures == [] and len(outcome.lines) == 6
 
 
 @pytest.mark.long
@@ -388,6 +406,34 @@ def test_if_ranks_cannot_share_a_gpu_their_words_are_kept(monkeypatch: pytest.Mo
     monkeypatch.setattr(sharing, "_refusal", lambda time, way, world_size: [f"refused {way.name}"])
     with pytest.raises(NotDone, match="NCCL_HOSTID(?s:.*)NCCL_MULTI_RANK_GPU_ENABLE"):
         sharing.working_sharing(still(), Outcome(), 4)
+
+
+@pytest.mark.parametrize("seconds, tries", [(1e6, [2, 0]), (100.0, [2, 2])], ids=["with time", "without time for all ways"])
+@pytest.mark.parametrize("works", [True, False])
+def test_what_a_part_finds_about_sharing_is_known_to_later_parts_if_it_had_the_time(
+    works: bool, seconds: float, tries: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Sharing] = []
+
+    def refusal(time: Deadline, way: Sharing, world_size: int) -> list[str] | None:
+        tried.append(way)
+        return None if works and way is MULTI_RANK else ["Duplicate GPU detected"]
+
+    def outcome_of_a_part() -> tuple[object, int]:
+        before = len(tried)
+        try:
+            found: object = sharing.working_sharing(still(seconds), Outcome(), 4)
+        except NotDone as reason:
+            found = str(reason)
+        return found, len(tried) - before
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(sharing, "_refusal", refusal)
+    monkeypatch.setenv(FOUND_VARIABLE, str(tmp_path / "found.json"))
+    (first, first_tries), (second, second_tries) = outcome_of_a_part(), outcome_of_a_part()
+    assert first == second and [first_tries, second_tries] == ([2, 0] if works else tries)
+    assert first is MULTI_RANK if works else "NCCL_MULTI_RANK_GPU_ENABLE" in str(first)
 
 
 def test_ranks_that_share_a_gpu_have_host_ids_of_their_own_or_one_and_the_switch() -> None:

@@ -18,7 +18,7 @@ from gpu.deadline import Deadline
 from gpu.files import read_json, write_json
 from gpu.outcome import NotDone, Outcome
 from gpu.parts import WAVES, Part, all_parts, chosen
-from gpu.runner import FAILED_CODE, LATE_CODE, PASSED_CODE, Runner
+from gpu.runner import FAILED_CODE, KILL_SECONDS, LATE_CODE, PASSED_CODE, Runner, end_session
 from gpu.version import commit, source_digest
 from harness.pages import text_of
 
@@ -71,12 +71,13 @@ def parts(tmp_path: Path) -> Parts:
     return Parts(tmp_path, {})
 
 
-def test_each_part_has_a_file_and_the_summary_has_all_of_them(parts: Parts) -> None:
+def test_the_summary_has_the_reports_of_all_parts_and_no_other_file_stays(parts: Parts) -> None:
     parts.programs = {"one": parts.written(measured={"speed": 3}), "two": parts.written("not done", omissions=["no such device"])}
     code, summary = parts.run("one", "two")
     assert code == summary["exit_code"] == PASSED_CODE
     assert list(summary["parts"]) == ["one", "two"] and summary["commit"] == "abc"
-    assert summary["parts"]["one"] == read_json(parts.folder / "out" / "parts" / "one.json")
+    assert summary["parts"]["one"]["measured"] == {"speed": 3} and summary["unfinished"] == []
+    assert sorted(path.name for path in (parts.folder / "out").iterdir()) == ["gpu_check.json", "gpu_check.txt"]
     assert summary["could_not_do"] == ["could not do, two: no such device"]
     text = (parts.folder / "out" / "gpu_check.txt").read_text()
     assert "one: passed" in text and "could not do, two: no such device" in text
@@ -113,7 +114,13 @@ def test_a_part_that_hangs_is_killed_with_its_children_and_loses_nothing_that_it
     assert code == FAILED_CODE and one["status"] == "failed" and one["failures"] == ["no end within 1000 s"] and one["lines"][0] == "a line"
     assert summary["parts"]["two"]["status"] == "passed"
     assert is_gone(int(mark.read_text()))
-    assert list((parts.folder / "out" / "parts").glob(".*")) == []
+    assert not (parts.folder / "out" / "parts").exists()
+
+
+def test_a_process_with_a_group_of_its_own_that_a_part_leaves_behind_is_killed_too(parts: Parts) -> None:
+    parts.programs = {"one": f"bash -c 'set -m; sleep 1000 & echo $! > FOLDER/child'; {parts.written()}"}
+    code, _ = parts.run("one")
+    assert code == PASSED_CODE and is_gone(int((parts.folder / "child").read_text()))
 
 
 def test_a_part_that_gets_less_time_than_its_limit_is_cut_short_and_has_not_failed(parts: Parts) -> None:
@@ -156,6 +163,35 @@ def test_a_run_that_is_interrupted_ends_its_part_and_writes_what_it_has(parts: P
     assert runner.run([(part(name),) for name in ("one", "two", "three")]) == LATE_CODE
     found = read_json(parts.folder / "out" / "gpu_check.json")["parts"]
     assert [found[name]["status"] for name in ("one", "two", "three")] == ["passed", "cut short", "cut short"]
+
+
+def test_a_summary_of_a_run_under_way_names_the_parts_that_have_not_ended_and_is_no_success(parts: Parts) -> None:
+    """A run may be killed without a chance to write."""
+    out, summaries, texts = parts.folder / "out", list[dict[str, Any]](), list[str]()
+
+    def look(said: str) -> None:
+        summaries.append(read_json(out / "gpu_check.json"))
+        texts.append((out / "gpu_check.txt").read_text())
+
+    parts.programs = dict.fromkeys(("one", "two"), parts.written())
+    Runner(out, 1e5, parts.command, ABOUT, look).run([(part("one"),), (part("two"),)])
+    assert [summary["unfinished"] for summary in summaries] == [["one", "two"], ["one", "two"], ["two"], ["two"]]
+    assert {summary["exit_code"] for summary in summaries} == {LATE_CODE}
+    assert "unfinished: one, two\n" in texts[0]
+
+
+def test_the_end_of_a_killed_part_is_awaited_no_longer_than_the_check_may_take(monkeypatch: pytest.MonkeyPatch, parts: Parts) -> None:
+    mark = parts.folder / "mark"
+    parts.programs = {"one": f"{parts.written('unfinished')}; touch {mark}; sleep 1000"}
+    waits: list[float] = []
+
+    def end(process: subprocess.Popen[bytes], seconds: float) -> None:
+        waits.append(seconds)
+        end_session(process, KILL_SECONDS)
+
+    monkeypatch.setattr("gpu.runner.end_session", end)
+    parts.run("one", limit=500.0, clock=Clock([mark]))
+    assert waits == [0.0]
 
 
 def test_the_order_is_library_ladder_training_bits_speed_and_compile_last() -> None:

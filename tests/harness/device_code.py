@@ -18,16 +18,16 @@ from megatron_zpp.ops.build import SOURCES, Build, made_once
 SOURCES_OF_KERNELS = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu"))
 
 
-def ptx(source: str) -> Path:
+def ptx(source: str, architecture: str = "sm_80") -> Path:
     """A file with the PTX of csrc/`source`; compiled once, and kept beside the builds of the kernels."""
 
     def compiled(folder: Path) -> Path:
         text = folder / "kernels.ptx"
         options = (SOURCES / "nvcc_options.txt").read_text().split()
-        subprocess.run(["nvcc", *options, "-arch=sm_80", "-ptx", str(SOURCES / source), "-o", str(text)], check=True)
+        subprocess.run(["nvcc", *options, f"-arch={architecture}", "-ptx", str(SOURCES / source), "-o", str(text)], check=True)
         return text
 
-    return made_once(_folder() / f"{source.replace('/', '-')}.ptx", compiled, lock_timeout_seconds=600)
+    return made_once(_folder() / f"{source.replace('/', '-')}-{architecture}.ptx", compiled, lock_timeout_seconds=600)
 
 
 def compared_on_ptx(program: str, *arguments: str, without: str | None = None) -> tuple[int, int]:

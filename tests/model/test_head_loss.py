@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.small_gpt import VOCAB, loss_and_gradients, sample_batch, small_gpt
+from harness.small_gpt import VOCAB, loss_and_gradients, sample_batch, small_config, small_gpt
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.model import cross_entropy
+from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.loss_chunks import chunk_columns, chunk_logits, has_chunks, ranges
 from megatron_zpp.ops import softmax_reference
@@ -91,6 +92,15 @@ def test_in_16_bits_loss_and_gradients_differ_from_the_fp64_ones_by_their_roundi
     assert bool(((grad_hidden.double() - exact_hidden).flatten(0, 1).abs() <= 1.01 * hidden_bound).all())
     assert bool(((grad_weight.double() - exact_weight).abs() <= 1.01 * weight_bound).all())
     assert grad_hidden.dtype == grad_weight.dtype == dtype and loss.dtype == torch.float32
+
+
+def test_the_gradient_of_hidden_states_is_added_up_in_fp32_over_the_chunks() -> None:
+    """512 chunks add 2^-9 each; bf16 would stop at one half, where this is half of an ulp and is rounded away."""
+    tokens, vocabulary = 512, 1024
+    hidden, weight = torch.zeros(tokens, 1).bfloat16().requires_grad_(), torch.ones(vocabulary, 1).bfloat16()
+    weight[0] = 0  # the row of all labels
+    head_loss(hidden, weight.requires_grad_(), torch.zeros(tokens, dtype=torch.int64), 1).sum().backward()
+    assert hidden.grad is not None and hidden.grad.eq(1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -202,6 +212,15 @@ def test_a_model_in_chunks_has_the_loss_and_the_gradients_of_the_model_with_whol
     for name, gradient in gradients.items():
         # Sums of fp32 products in another order; a large sum of one parameter says how large the summands of its small ones are.
         torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=2e-6 * float(whole[name].abs().max()))
+
+
+def test_a_model_that_evaluates_has_no_tensor_as_large_as_all_logits() -> None:
+    tokens_BS, labels_BS = sample_batch()
+    vocabulary = 1000
+    model = materialize(GPT(small_config(loss_chunk_tokens=1), vocabulary, 7, torch.float32)).eval()
+    with torch.no_grad(), LargestTensor() as largest:
+        model(tokens_BS, labels_BS, first_sample=0)
+    assert largest.numel < tokens_BS.numel() * vocabulary
 
 
 def test_logits_are_whole_where_there_are_no_labels() -> None:

@@ -102,6 +102,21 @@ def test_device_code_neither_contracts_nor_flushes_nor_approximates_beside_expon
     assert re.findall(r"\b(?:ld|st)\.local|\bred\.|\batom\.", text) == []
 
 
+def most_resident_threads(text: str) -> int:
+    """The most threads for which a kernel asks on one multiprocessor."""
+    bounds = re.findall(r"^\.maxntid (\d+), 1, 1\n(?:\.minnctapersm (\d+))?", text, re.MULTILINE)
+    return max(int(threads) * int(blocks or 1) for threads, blocks in bounds)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+@pytest.mark.parametrize("source", SOURCES_OF_KERNELS)
+def test_no_kernel_asks_for_more_threads_than_a_multiprocessor_has_which_ptxas_would_warn_of(source: str) -> None:
+    """sm_80, sm_90, sm_100 and sm_103 have room for 2048 threads, sm_86 and all others for 1536."""
+    asked = most_resident_threads(ptx(source).read_text())
+    assert asked <= 2048
+    assert asked <= 1536 or most_resident_threads(ptx(source, "sm_86").read_text()) <= 1536
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 @pytest.mark.parametrize(
     "program, results, kernels",

@@ -8,7 +8,12 @@ namespace megatron_zpp::cuda {
 namespace {
 
 constexpr int kDropThreads = 256;
-constexpr int kDropGridBlocks = 8;  // per multiprocessor: with one load per thread, all of its 2048 threads are needed to hide latency
+// Of a multiprocessor: with one load per thread, all of them are needed to hide latency. GPUs of data centres have 2048.
+#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
+constexpr int kMultiprocessorThreads = 2048;
+#else
+constexpr int kMultiprocessorThreads = 1536;
+#endif
 constexpr int64_t kMostDropGridBlocks = 2147483647;
 
 // hash_of: position in the chunk to the hash of that value.
@@ -31,7 +36,7 @@ __device__ __forceinline__ PackedChunk<T> dropped_chunk(const PackedChunk<T>& ch
 }
 
 template <class T>
-__global__ void __launch_bounds__(kDropThreads, kDropGridBlocks)
+__global__ void __launch_bounds__(kDropThreads, kMultiprocessorThreads / kDropThreads)
     drop_kernel(const T* values, T* dropped, int64_t numel, Mask mask, bool is_wide) {
   constexpr int kNumel = PackedChunk<T>::kNumel;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kDropThreads * kNumel;
