@@ -140,8 +140,15 @@ def limited() -> dict[str, Any]:
     return found
 
 
-def host_path() -> list[gpu_host_path.Measured]:
-    return [gpu_host_path.Measured(**one) for one in results("gpu_host_path")["measured"]]
+def host_path(name: str = "gpu_host_path") -> list[gpu_host_path.Measured]:
+    return [gpu_host_path.Measured(**one) for one in results(name)["measured"]]
+
+
+def peaks_above_today() -> list[float]:
+    """The least and the most GiB by which the peak of a run with the older code is above that of today."""
+    today = {one.name: one.peak_bytes for one in host_path()}
+    above = [(one.peak_bytes - today[one.name]) / GIB for one in host_path("gpu_host_path_before")]
+    return [min(above), max(above)]
 
 
 def planned_on_gpus() -> list[float]:
@@ -171,6 +178,8 @@ FIGURES = (
     ),
     Figure(PAGE, "{}", lambda: ["\n".join(gpu_host_path.memory_table(host_path()))]),
     Figure(PAGE, "{}", lambda: ["\n".join(gpu_host_path.calls_table(host_path()))]),
+    Figure(PAGE, "{}", lambda: ["\n".join(gpu_host_path.calls_table(host_path("gpu_host_path_before")))]),
+    Figure(PAGE, "Its peaks are {:.1f} to {:.1f} GiB higher", peaks_above_today),
     Figure(PAGE, "The plan is {:.1f} % to {:.1f} % of the peak; at most {:.0f} % without recomputation", planned_on_gpus),
     *(Figure(PAGE, "{}", lambda one=one: [kernel_row(one)]) for one in kernels()),
     Figure(
