@@ -147,9 +147,9 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         check_same_data(vocabulary, datasets.sources)
         startup_checks.check_save_is_shared(config, world)
         kernels = prepare_kernels(config, world.device, hosts)
-        about_gpus = [startup_checks.about_unused_gpus(config, world.device), startup_checks.about_one_queue(world.device)]
         about_model = setup.describe_run(config, ladder, vocabulary.size, model)
-        lines = [*about_model, *about_gpus, about_host, kernels, *about_rules, *datasets.messages]
+        about_device = startup_checks.about_device(config, world.device)
+        lines = [*about_model, about_device, about_host, kernels, *about_rules, *datasets.messages]
         printer.on_first("\n".join(filter(None, lines)))
         printer.milestone("after dataloaders are built")
         engine = setup.build_engine(config, model, ladder, instruments)

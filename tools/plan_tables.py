@@ -91,7 +91,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
         "weights",
         "gradients",
         "optimizer",
-        "secondary copy",
+        "copy of weights",
         "gathered",
         "buffers",
         "activations",
@@ -174,7 +174,7 @@ def _price_of_lean(lean: Estimate, estimates: Sequence[Estimate]) -> str:
     parts = {
         "weights": (own.weights, others.weights),
         "gradients": (own.gradients, others.gradients),
-        "secondary copy": (own.secondary, others.secondary),
+        "copy of weights": (own.secondary, others.secondary),
         "buffers": (own.buffers, others.buffers),
     }
     words = [f"{name} {in_gib(here)} instead of {in_gib(there)}" for name, (here, there) in parts.items() if here != there]

@@ -250,6 +250,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--split-sentences is not available: GPT reads documents, not sentences; leave it out.")
     if args.find_optimal_num_workers and STANDARD_INPUT in args.input:
         raise ValueError("--find-optimal-num-workers reads its input several times, --input - can be read only once; give files.")
+    if not args.output_prefix:
+        raise ValueError("--output-prefix is empty; give the path with which the names of the files begin.")
     if args.restart_if_changed and not args.resume:
         raise ValueError("--restart-if-changed changes nothing without --resume; give that as well.")
     if not args.journal_interval >= 0:

@@ -7,12 +7,14 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
 
 from megatron_zpp.config.flag import REQUIRED, Bounds, FlagError, any_of, check_value
 from megatron_zpp.config.obsolete import ACCEPTED, AcceptedFlag, accepted_flag, notice, remedy_of_refused
 from megatron_zpp.config.options import Option, options
+from megatron_zpp.config.rules_context import unavailable_exchange
 from megatron_zpp.config.schema import GROUPS, Config
 
 PROGRAM = "pretrain_zeropp_gpt.py"
@@ -26,7 +28,7 @@ METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 def parse_flags(argv: Sequence[str]) -> Config:
     """The flags as given. Every other field has its default or None; `resolve.resolve` fills it in.
 
-    Raises FlagError with a sentence for each unknown flag, each value of the wrong kind or outside its range, and spellings that contradict
+    Raises FlagError with a sentence for each unknown flag, each value of the wrong kind or not available, and spellings that contradict
     each other, so that a script can be corrected in one go. Prints the help and raises SystemExit(0) for --help.
     """
     occurrences, unknown = _occurrences(argv)
@@ -39,10 +41,12 @@ def parse_flags(argv: Sequence[str]) -> Config:
                 mistakes.append(str(error))
     accepted = {spelling: found for spelling in occurrences if (found := accepted_flag(spelling)) is not None}
     mistakes += _about_refused_values(accepted, occurrences)
+    config = Config().with_values(**values)
+    mistakes += unavailable_exchange(config)
     if mistakes:
         raise FlagError("\n".join(mistakes))
     notices = tuple(notice(spelling, found) for spelling, found in accepted.items())
-    return Config(given=frozenset(values), notices=notices, sources=_other_spellings(occurrences)).with_values(**values)
+    return replace(config, given=frozenset(values), notices=notices, sources=_other_spellings(occurrences))
 
 
 def error_text(error: FlagError) -> str:

@@ -174,8 +174,6 @@ def with_deepspeed_json(config: Config, ranks: RankCounts, instead: Mapping[str,
     for setting in settings:
         check_agreement(config, setting)
     settings += _batch(entries, config, _dividing_samples(ranks, settings))
-    for setting in settings:
-        check_agreement(config, setting)
     values = {setting.field: setting.value for setting in settings if setting.value is not None}
     sources = {setting.field: setting.source for setting in settings if setting.field not in config.given}
     config = replace(config, given=config.given | frozenset(values), sources={**config.sources, **sources})
@@ -333,9 +331,9 @@ def _batch(entries: Entries, config: Config, ranks: RankCounts) -> list[Setting]
     micro, steps, total = (given.get(key) for key in (MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY))
     if micro is None:
         micro = 1 if total is None else _share(total, steps or 1, ranks, source)
-    if total is None:
-        total = micro * (steps or 1) * ranks.sample_groups
     found = micro * (steps or 1) * ranks.sample_groups
+    if total is None:
+        total = found
     if steps is not None and found != total:
         raise FlagError(
             f"{source}: micro-batch {micro} x {steps} accumulation steps x {ranks.groups_in_words} is {found} and not the batch of "

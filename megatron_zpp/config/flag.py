@@ -280,6 +280,6 @@ def check_value(spelling: str, value: Any, allowed: Choices | Bounds | None) -> 
 
 def _choice_in_words(value: Any, allowed: Choices) -> str:
     by_lower_case = {str(choice).lower(): choice for choice in allowed}
-    nearest = difflib.get_close_matches(str(value).lower(), by_lower_case, n=1)
-    hint = f" (did you mean {by_lower_case[nearest[0]]}?)" if nearest else ""
+    alike = difflib.get_close_matches(str(value).lower(), by_lower_case, n=1)
+    hint = f" (did you mean {by_lower_case[alike[0]]}?)" if alike else ""
     return f"choose {any_of(allowed)}{hint}."

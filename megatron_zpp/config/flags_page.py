@@ -37,7 +37,9 @@ def _row(option: Option) -> tuple[str, ...]:
 def _default(option: Option) -> str:
     if option.kind is bool:
         return "off"
-    return option.flag.otherwise or "none" if option.default in (None, ()) else f"`{option.default}`"
+    if option.default in (None, ()):
+        return option.flag.otherwise or "none"
+    return f"`{option.default}`"
 
 
 def _allowed(option: Option) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from megatron_zpp.config.options import check_needs, check_values, declared_with
 from megatron_zpp.config.presets import with_preset
 from megatron_zpp.config.ranks import RankCounts, count_ranks
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.wrong_size import WrongSize
+from megatron_zpp.config.wrong_size import Proposal, WrongSize
 
 # World size and local world size, as for `resolve`, with values of fields in place of what flags and files say.
 WorldOf = Callable[[Mapping[str, Any]], tuple[int, int | None]]
@@ -58,23 +60,39 @@ def _as_given(config: Config) -> Config:
 
 
 def _proposing_what_fits(error: WrongSize, given: Config, world_of: WorldOf) -> str:
-    """The text of the error, whose remedy leaves out numbers of ranks that break other rules."""
+    """The text of the error, whose remedy leaves out numbers of ranks that break other rules.
+
+    If the padding of the vocabulary leaves no number of tensor ranks but 1, the remedy names a wider padding.
+    """
+    proposal = _without_other_errors(error.proposal, given, world_of)
+    if proposal.field == "tensor_model_parallel_size" and list(proposal.sizes) == [1] and given.model.padded_vocab_size is None:
+        padding = given.model.make_vocab_size_divisible_by
+        for_all = given.with_values(make_vocab_size_divisible_by=math.lcm(padding, proposal.size, *error.proposal.sizes))
+        wider = _without_other_errors(error.proposal, for_all, world_of)
+        if len(wider.sizes) > 1:
+            multiple = math.lcm(padding, *wider.sizes, *([wider.size] if wider.start else []))
+            proposal = replace(wider, also=f"{wider.also} with --make-vocab-size-divisible-by {multiple}")
+    return error.finish(str(proposal))
+
+
+def _without_other_errors(proposal: Proposal, given: Config, world_of: WorldOf) -> Proposal:
+    """The proposal without numbers of ranks that break other rules."""
 
     def next_error(size: int, more: int) -> str:
-        values = {error.proposal.field: size}
+        values = {proposal.field: size}
         world_size, local_world_size = world_of(values)
         ranks_per_node = given.distributed.ranks_per_node or local_world_size
         if ranks_per_node is not None:
             values["ranks_per_node"] = more * ranks_per_node
         try:
             model = _resolved(given, more * world_size, more, values).model
-            if error.proposal.field == "tensor_model_parallel_size":
+            if proposal.field == "tensor_model_parallel_size":
                 rules_tensor.check_vocabulary(model, rules_tensor.known_rows(model), size)
         except FlagError as next_one:
             return str(next_one)
         return ""
 
-    return error.finish(str(error.proposal.without_other_errors(next_error)))
+    return proposal.without_other_errors(next_error)
 
 
 def _resolved(given: Config, world_size: int, local_world_size: int | None, values: Mapping[str, Any] = NOTHING) -> Config:

@@ -39,9 +39,15 @@ def check_resolved(config: Config) -> None:
 
 
 def check_exchange(config: Config) -> None:
+    for refusal in unavailable_exchange(config):
+        raise FlagError(refusal)
+
+
+def unavailable_exchange(config: Config) -> Iterator[str]:
+    """One sentence if samples are divided and --cp-comm-type asks for another exchange than that of tokens for heads."""
     kind = config.distributed.cp_comm_type
-    if kind in UNAVAILABLE:
-        raise FlagError(
+    if config.distributed.context_parallel_size > 1 and kind in UNAVAILABLE:
+        yield (
             f"--cp-comm-type {kind} is not available, because {UNAVAILABLE[kind]}; choose --cp-comm-type a2a, which exchanges tokens for "
             "heads, or leave it out."
         )
@@ -70,19 +76,14 @@ def check_heads(config: Config) -> None:
 def check_tokens(config: Config) -> None:
     """Tokens are divided by C, and with --sequence-parallel once more by T."""
     length, distributed = config.model.seq_length, config.distributed
-    parts, flags = _parts(config, distributed.context_parallel_size), f"{CONTEXT_SIZE} {distributed.context_parallel_size}"
+    parts, flags = distributed.context_parallel_size, f"{CONTEXT_SIZE} {distributed.context_parallel_size}"
     if distributed.sequence_parallel:
+        parts *= distributed.tensor_model_parallel_size
         flags = f"{parts} ({flags} x --tensor-model-parallel-size {distributed.tensor_model_parallel_size}, with --sequence-parallel)"
     if length % parts != 0:
         raise FlagError(
             f"--seq-length {length} is not a multiple of {flags}, by which tokens are divided; choose {length_near(config, parts)}."
         )
-
-
-def _parts(config: Config, context_ranks: int) -> int:
-    """The number of parts into which so many ranks divide the tokens of a sample."""
-    distributed = config.distributed
-    return context_ranks * (distributed.tensor_model_parallel_size if distributed.sequence_parallel else 1)
 
 
 def length_near(config: Config, multiple: int) -> int:

@@ -36,7 +36,7 @@ def check_resolved(config: Config) -> None:
     model, tensor_ranks = config.model, config.distributed.tensor_model_parallel_size
     if tensor_ranks == 1:
         return
-    check_layers(model, known_rows(model), tensor_ranks)
+    check_layers(model, model.padded_vocab_size or 0, tensor_ranks)
     check_positions(model, tensor_ranks)
     check_tokens(config)
     check_compilation(config, "tensor_model_parallel_size")
@@ -84,7 +84,7 @@ def _sent_between_nodes_by_every_microbatch(zero: ZeroConfig) -> str:
 
 
 def check_layers(model: ModelConfig, rows: int, tensor_ranks: int) -> None:
-    """Heads, feed-forward halves and key heads are dealt to ranks. rows: of the embedding, or a number that divides them."""
+    """Heads, feed-forward halves and key heads are dealt to ranks. rows: of the embedding; 0 if they are not known."""
     if model.num_attention_heads % tensor_ranks != 0:
         broken = f"--num-attention-heads {model.num_attention_heads} is not a multiple of {TENSOR_SIZE} {tensor_ranks}"
     elif model.ffn_hidden_size % tensor_ranks != 0:

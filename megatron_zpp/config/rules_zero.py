@@ -81,7 +81,7 @@ def check_gradients_code(config: Config) -> None:
         if config.value_of(name) != neutral:
             raise FlagError(
                 f"{in_words(name, config.value_of(name))} belongs to --zero-quantized-gradients-code absmax, because the gaussian code "
-                f"rotates values at random by itself; leave one of the two out."
+                "rotates values at random by itself; leave one of the two out."
             )
 
 
@@ -244,7 +244,9 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
         )
         return [f"{' and '.join(features)}: {alone}, so nothing crosses a link, is quantized or kept as a copy"]
     if has_inter_link(config, ranks):
-        return [] if ranks.tensor == 1 else _missing_intra_link(features, ranks)
+        if ranks.tensor == 1 or ranks.data_ranks_per_node > 1:
+            return []
+        return [f"{' and '.join(features)}: {_one_rank_per_node(ranks)}, so only the link between nodes carries quantized values"]
     others = [feature for feature in features if feature != DIFFERENCES]
     lines = [f"{' and '.join(others)}: there is one node, so only the link inside it carries quantized values"] if others else []
     if DIFFERENCES in features:
@@ -252,10 +254,3 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
             f"{DIFFERENCES}: there is one node, so no differences are sent; weights cross the link inside it in the working precision"
         )
     return lines
-
-
-def _missing_intra_link(features: list[str], ranks: RankCounts) -> list[str]:
-    """A line if all ranks of a node share layers, which leaves no ranks in it for a link of ZeRO; otherwise none."""
-    if ranks.data_ranks_per_node > 1:
-        return []
-    return [f"{' and '.join(features)}: {_one_rank_per_node(ranks)}, so only the link between nodes carries quantized values"]

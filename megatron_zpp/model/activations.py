@@ -31,9 +31,9 @@ def activation_need(
 
     Forward keeps the input of every chunk of recomputed blocks, unless flags give it places that last, or on the host (model/kept_need.py).
     Of any other block forward keeps all activations, except those inside attention if attention is recomputed. Elsewhere the peak is that
-    of the head, of the norm before it, or of the last block's forward. The other is that of one block's backward (model/block_memory.py),
-    with a tied output beside the gradient of the word embedding. It exists beside what other blocks keep, which come last, or when
-    backward has freed that, beside the activations of the largest chunk that is recomputed, whose first norm reads the input that is kept.
+    of the head, of the norm before it, or of the last block's forward. In blocks it is that of one block's backward
+    (model/block_memory.py), with a tied output beside the gradient of the word embedding. Beside it there is what other blocks keep, which
+    come last; or, when backward has freed that, the activations of the largest chunk that is recomputed, but for its input.
     """
     angles = 2 * config.rotary_channels if config.position_embedding_type == "rope" else 0  # a cosine and a sine for each channel
     rotation = share.samples * config.seq_length * angles * share.element_bytes

@@ -82,6 +82,6 @@ class Attention(nn.Module):
 
 
 def _head_exchange(shape: ModelShape, context: ContextLink) -> HeadExchange:
-    """That of the heads of one tensor rank."""
+    """The exchange of the heads of one tensor rank."""
     config, queries = shape.config, queries_per_group(shape.config, shape.tensor_ranks)
     return HeadExchange(context, config.num_attention_heads // (shape.tensor_ranks * queries), queries, config.kv_channels)

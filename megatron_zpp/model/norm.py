@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.ops.apex import apex_member
@@ -80,6 +81,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed if normed.dtype == values.dtype else normed.to(values.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         values, gain, scale = ctx.saved_tensors
         normed = values.float() * scale

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops import dropout_reference, extension
+from megatron_zpp.ops import dropout_reference
 from megatron_zpp.ops.checks import VALUE_DTYPES, check_dtype
+from megatron_zpp.ops.extension import ops_for
 
 KEYS = 2**63
 WORDS = 2**32
@@ -62,7 +63,7 @@ def _dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
     key, first_index, *gaps = start.tolist()
     values = values.contiguous()
     dropped = torch.empty_like(values)
-    ops = torch.ops.megatron_zpp if extension.has_kernels_for(values.device.type) else dropout_reference
+    ops = ops_for(values, dropout_reference)
     threshold, scale = min(round(p * WORDS), WORDS - 1), 1 / (1 - p)
     if not gaps:
         ops.drop_values(values, dropped, key, first_index, threshold, scale)

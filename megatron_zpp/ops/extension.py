@@ -14,8 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_zpp.ops.build import (
     ARCHITECTURES_VARIABLE,
@@ -111,6 +114,11 @@ def _candidates(cuda_architectures: tuple[str, ...]) -> Iterator[Build]:
 def has_kernels_for(device_type: str) -> bool:
     """Whether ops on this type of device, except those of the loss, run on kernels rather than on the reference."""
     return _serves(device_type) and _are_registered(OPS, device_type)
+
+
+def ops_for(tensor: Tensor, reference: ModuleType) -> ModuleType | Any:
+    """The module whose functions run the ops, except those of the loss, on this tensor: the kernels, or else the reference."""
+    return torch.ops.megatron_zpp if has_kernels_for(tensor.device.type) else reference
 
 
 def has_loss_kernels_for(device_type: str) -> bool:

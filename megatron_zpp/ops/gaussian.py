@@ -15,13 +15,11 @@ and support the device. Every function raises ValueError for a wrong argument, n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops import extension, gaussian_reference
+from megatron_zpp.ops import gaussian_reference
 from megatron_zpp.ops.checks import (
     VALUE_DTYPES,
     check_equal,
@@ -32,6 +30,7 @@ from megatron_zpp.ops.checks import (
     check_same_device,
     check_values,
 )
+from megatron_zpp.ops.extension import ops_for
 from megatron_zpp.ops.payload import GAUSSIAN_ROUNDS, gaussian_bytes
 
 
@@ -47,7 +46,7 @@ def encode_gaussian(values: Tensor, payloads: Tensor, *, bits: int, rounds: int,
     check_rows_apart("payloads", payloads)
     check_same_device(values=values, payloads=payloads)
     _check_rotation(rounds, [key])
-    _ops_for(payloads).encode_gaussian(values, payloads, bits, rounds, key)
+    ops_for(payloads, gaussian_reference).encode_gaussian(values, payloads, bits, rounds, key)
 
 
 def decode_gaussian(payloads: Tensor, values: Tensor, *, bits: int, rounds: int, keys: Sequence[int], accumulate: bool = False) -> None:
@@ -63,7 +62,7 @@ def decode_gaussian(payloads: Tensor, values: Tensor, *, bits: int, rounds: int,
     check_rows_apart("values", values)
     check_same_device(payloads=payloads, values=values)
     _check_rotation(rounds, keys)
-    _ops_for(values).decode_gaussian(payloads, values, bits, rounds, keys, accumulate)
+    ops_for(values, gaussian_reference).decode_gaussian(payloads, values, bits, rounds, keys, accumulate)
 
 
 def decode_mean_gaussian(payloads: Tensor, mean: Tensor, *, bits: int, rounds: int, keys: Sequence[int], accumulate: bool) -> None:
@@ -81,11 +80,7 @@ def decode_mean_gaussian(payloads: Tensor, mean: Tensor, *, bits: int, rounds: i
     check_rows_apart("mean", mean)
     check_same_device(payloads=payloads, mean=mean)
     _check_rotation(rounds, keys)
-    _ops_for(mean).decode_mean_gaussian(payloads, mean, bits, rounds, keys, accumulate)
-
-
-def _ops_for(tensor: Tensor) -> ModuleType | Any:
-    return torch.ops.megatron_zpp if extension.has_kernels_for(tensor.device.type) else gaussian_reference
+    ops_for(mean, gaussian_reference).decode_mean_gaussian(payloads, mean, bits, rounds, keys, accumulate)
 
 
 def _check_rotation(rounds: int, keys: Sequence[int]) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops import extension, reference
+from megatron_zpp.ops import reference
 from megatron_zpp.ops.checks import VALUE_DTYPES, check_dtype, check_inner_dim, check_same_device
+from megatron_zpp.ops.extension import ops_for
 
 
 def mean_values(members: Tensor, mean: Tensor, *, accumulate: bool) -> None:
@@ -30,5 +31,4 @@ def mean_values(members: Tensor, mean: Tensor, *, accumulate: bool) -> None:
     check_inner_dim("members", members)
     check_inner_dim("mean", mean)
     check_same_device(members=members, mean=mean)
-    ops = torch.ops.megatron_zpp if extension.has_kernels_for(mean.device.type) else reference
-    ops.mean_values(members, mean, accumulate)
+    ops_for(mean, reference).mean_values(members, mean, accumulate)

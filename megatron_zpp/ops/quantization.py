@@ -10,13 +10,10 @@ device. Every function raises ValueError for a wrong argument, naming what it fo
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops import extension, reference
+from megatron_zpp.ops import reference
 from megatron_zpp.ops.checks import (
     VALUE_DTYPES,
     check_equal,
@@ -27,6 +24,7 @@ from megatron_zpp.ops.checks import (
     check_same_device,
     check_values,
 )
+from megatron_zpp.ops.extension import ops_for
 from megatron_zpp.ops.payload import coded_bytes
 
 
@@ -47,7 +45,7 @@ def encode_blocks(
     check_rows_apart("payloads", payloads)
     check_same_device(values=values, payloads=payloads)
     check_noise_key(noise_key)
-    _ops_for(payloads).encode_blocks(values, payloads, bits, block_numel, rotated, noise_key)
+    ops_for(payloads, reference).encode_blocks(values, payloads, bits, block_numel, rotated, noise_key)
 
 
 def decode_blocks(payloads: Tensor, values: Tensor, *, bits: int, block_numel: int) -> None:
@@ -58,7 +56,7 @@ def decode_blocks(payloads: Tensor, values: Tensor, *, bits: int, block_numel: i
     check_equal("slices of payloads", payloads.shape[0], slices)
     check_rows_apart("values", values)
     check_same_device(payloads=payloads, values=values)
-    _ops_for(values).decode_blocks(payloads, values, bits, block_numel)
+    ops_for(values, reference).decode_blocks(payloads, values, bits, block_numel)
 
 
 def decode_mean_blocks(payloads: Tensor, mean: Tensor, *, bits: int, block_numel: int, accumulate: bool, rotated: bool = False) -> None:
@@ -74,7 +72,7 @@ def decode_mean_blocks(payloads: Tensor, mean: Tensor, *, bits: int, block_numel
     check_has_members(payloads)
     check_rows_apart("mean", mean)
     check_same_device(payloads=payloads, mean=mean)
-    _ops_for(mean).decode_mean_blocks(payloads, mean, bits, block_numel, accumulate, rotated)
+    ops_for(mean, reference).decode_mean_blocks(payloads, mean, bits, block_numel, accumulate, rotated)
 
 
 def recode_mean_blocks(
@@ -92,8 +90,4 @@ def recode_mean_blocks(
     check_rows_apart("recoded", recoded)
     check_same_device(payloads=payloads, recoded=recoded)
     check_noise_key(noise_key)
-    _ops_for(recoded).recode_mean_blocks(payloads, recoded, run_numel, bits, next_bits, block_numel, noise_key)
-
-
-def _ops_for(tensor: Tensor) -> ModuleType | Any:
-    return torch.ops.megatron_zpp if extension.has_kernels_for(tensor.device.type) else reference
+    ops_for(recoded, reference).recode_mean_blocks(payloads, recoded, run_numel, bits, next_bits, block_numel, noise_key)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.tensor_parallel.context import TensorParallel
@@ -93,5 +94,6 @@ class _Region(torch.autograd.Function):
         return forward(values)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.crosses_back(gradient), None, None

@@ -118,7 +118,7 @@ class MemoryNeed:
             "weights": self.weights,
             "gradients": self.plan.gradients,
             "optimizer state": self.optimizer_state,
-            "secondary copy": self.plan.secondary,
+            "copy of weights": self.plan.secondary,
             "gathered units": self.gathered,
             "payload buffers": self.plan.buffers,
             "fp32 means": self.plan.means,

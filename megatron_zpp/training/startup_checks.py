@@ -34,6 +34,7 @@ from megatron_zpp.training.sharding import sharding_of
 
 VERSIONS, UNKNOWN = "versions", "unknown"
 GPU_FILES, HIDDEN_GPUS = "nvidia[0-9]*", ("", "-1", "NoDevFiles")  # in /dev; values of CUDA_VISIBLE_DEVICES
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")  # as Linux names them
 # cuBLAS promises reproducible results for these values.
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Paths may be spelled differently on different machines.
@@ -83,6 +84,11 @@ def check_same_devices(world: World, hosts: Sequence[str]) -> None:
         )
 
 
+def about_device(config: Config, device: torch.device) -> str:
+    """Warnings about the device of the run and its use, a line for each."""
+    return "\n".join(filter(None, [about_unused_gpus(config, device), about_one_queue(device), about_slow_bf16(config, device)]))
+
+
 def about_unused_gpus(config: Config, device: torch.device, devices: Path = Path("/dev")) -> str:
     """A warning if the run is on CPUs, this machine has GPUs of NVIDIA, and neither a flag nor the environment says that this is meant."""
     is_meant = config.distributed.distributed_backend == "gloo" or os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN_GPUS
@@ -102,6 +108,19 @@ def about_one_queue(device: torch.device) -> str:
     return (
         "WARNING: with CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, messages wait for computation; "
         "unset it, ranks that share layers do not need it here."
+    )
+
+
+def about_slow_bf16(config: Config, device: torch.device, processor: Path = Path("/proc/cpuinfo")) -> str:
+    """A warning if the run is in bf16 on x86 processors that do not multiply it natively."""
+    if device.type != "cpu" or working_dtype(config.precision) != torch.bfloat16 or not processor.exists():
+        return ""
+    text = processor.read_text()
+    if "flags" not in text or any(instructions in text for instructions in BF16_INSTRUCTIONS):
+        return ""
+    return (
+        f"WARNING: this processor has no instructions for bf16 ({any_of(BF16_INSTRUCTIONS)}), so products in bf16 are slower than in fp32; "
+        "leave --bf16 out for a faster run."
     )
 
 

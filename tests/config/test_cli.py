@@ -148,10 +148,14 @@ def test_an_accepted_flag_with_a_value_that_would_change_something_is_refused(sp
 
 def test_all_wrong_flags_and_values_are_named_at_once_a_line_for_each():
     with pytest.raises(FlagError) as error:
-        parse_flags("--num-layers 2 --zero-stag 3 --warmup 0.1 --num-experts 8 --mos --optimizer sgd --xyzzyx=4 --lr fast".split())
+        parse_flags(
+            "--num-layers 2 --zero-stag 3 --warmup 0.1 --num-experts 8 --mos --optimizer sgd --xyzzyx=4 --lr fast "
+            "--cp-comm-type p2p --context-parallel-size 2".split()
+        )
     lines = error_text(error.value).splitlines()
     named = ["--zero-stag is not a flag", "--warmup is not accepted", "--mos is not accepted", "--xyzzyx is not a flag"]
     named += ["--lr fast is not a number", "--optimizer sgd is not available", "--num-experts 8 is not available"]
+    named += ["--cp-comm-type p2p is not available"]
     assert len(lines) == len(named)
     assert all(line.startswith(f"{PROGRAM}: error: {text}") for line, text in zip(lines, named, strict=True))
 

@@ -229,7 +229,10 @@ def test_ranks_that_share_samples_need_fewer_processes_that_read_them() -> None:
     assert resolved(f"{SHARED} 4 --num-workers 1").notices == resolved("--num-workers 2").notices == ()
 
 
-REMEDY = re.compile(r"[;,] (?:or )?(?:choose|give) (?:(--[a-z-]+) )?([0-9, or]*[0-9])(?: and another (--[a-z-]+))?")
+REMEDY = re.compile(
+    r"[;,] (?:or )?(?:choose|give) (?:(--[a-z-]+) )?([0-9, or]*[0-9])(?: and another (--[a-z-]+))?(?: with (--[a-z-]+) ([0-9]+))?"
+)
+PADDING = "--make-vocab-size-divisible-by"
 MORE = re.compile(r"start a multiple of \d+ ranks per node")
 
 
@@ -243,11 +246,13 @@ MORE = re.compile(r"start a multiple of \d+ ranks per node")
     context_ranks=st.sampled_from([1, 2, 3, 4, 5]),
     batch=st.none() | st.sampled_from([1, 2, 3, 6, 24]),
     per_node=st.sampled_from([1, 4, 6, 12, 24]),
-    padding=st.sampled_from(["", "--make-vocab-size-divisible-by 12", "--padded-vocab-size 132", "--padded-vocab-size 130"]),
+    padding=st.sampled_from(["", *(f"{PADDING} {multiple}" for multiple in (1, 12)), *(f"--padded-vocab-size {n}" for n in (130, 132))]),
     others=st.sampled_from(["", "--sequence-parallel", "--compile", "--zeropp lean", "--zero-stage 3 --zero-hpz-partition-size 2"]),
 )
 @example(12, 3, 90, 24, None, 3, 1, None, 3, "", "")  # the vocabulary
 @example(16, 4, 64, 37, 38, 2, 2, None, 4, "", "")  # --seq-length
+@example(4, 1, 64, 24, None, 6, 1, None, 6, f"{PADDING} 1", "")  # a wider padding
+@example(12, 3, 96, 24, None, 4, 1, None, 6, f"{PADDING} 1", "")  # a wider padding, or more ranks
 def test_whatever_number_of_ranks_a_remedy_proposes_breaks_no_other_rule_and_another_value_none_about_its_flag(
     heads: int,
     groups: int,
@@ -276,7 +281,7 @@ def test_whatever_number_of_ranks_a_remedy_proposes_breaks_no_other_rule_and_ano
     def error_with(changed: dict[str, object], ranks_per_node: int = per_node) -> str:
         words = [f"{flag} {value}" for flag, value in {**flags, **changed}.items()]
         try:
-            config = resolved(f"{' '.join(words)} {padding} {others}", (2 * ranks_per_node, ranks_per_node))
+            config = resolved(f"{padding} {' '.join(words)} {others}", (2 * ranks_per_node, ranks_per_node))
             rows = config.model.padded_vocab_size or 10 * config.model.make_vocab_size_divisible_by
             check_tensor_ranks(config.model, rows, config.distributed.tensor_model_parallel_size)
         except FlagError as error:
@@ -290,8 +295,9 @@ def test_whatever_number_of_ranks_a_remedy_proposes_breaks_no_other_rule_and_ano
     ):
         return
     flag = found[1] or error.split()[0]
+    beside = {} if found[4] is None else {found[4]: found[5]}
     for value in re.findall(r"[0-9]+", found[2]):
-        again = error_with({flag: value})
+        again = error_with({flag: value, **beside})
         if flag not in (SHARED, "--context-parallel-size"):
             # before its remedy, an error names the flag that it is about, with its value
             assert f"{flag} {value}" not in again.split(";")[0], (error, again)
@@ -300,7 +306,7 @@ def test_whatever_number_of_ranks_a_remedy_proposes_breaks_no_other_rule_and_ano
         else:
             assert found[3] in again.split()[:2], (error, again)
     if MORE.search(error) and found[3] is None:
-        assert error_with({}, math.lcm(per_node, tensor_ranks)) == "", error
+        assert error_with(beside, math.lcm(per_node, tensor_ranks)) == "", error
 
 
 def test_a_size_that_fits_the_nodes_is_not_proposed_where_heads_batch_or_vocabulary_forbid_it() -> None:
@@ -324,3 +330,18 @@ def test_the_size_that_a_file_sets_is_named_with_the_file_and_others_are_tried_i
     (tmp_path / "ds.json").write_text('{"sequence_parallel_size": 4}')
     with pytest.raises(FlagError, match="choose 1 or 2 .--context-parallel-size is sequence_parallel_size 4 in .*ds.json"):
         resolved(f"--deepspeed_config {tmp_path / 'ds.json'}", (12, 6))
+
+
+def test_a_vocabulary_without_padding_is_padded_for_the_ranks_that_a_remedy_proposes() -> None:
+    for flags, words in (
+        (f"{SHARED} 16", "choose --tensor-model-parallel-size 1, 2, 4 or 8 with --make-vocab-size-divisible-by 8."),
+        (f"{SHARED} 32", "choose 1, 2, 4 or 8 with --make-vocab-size-divisible-by 8."),
+        (
+            f"{SHARED} 8 --ranks-per-node 4",
+            "choose 1, 2 or 4 with --make-vocab-size-divisible-by 8, or start a multiple of 8 ranks per node.",
+        ),
+        (f"{SHARED} 16 --padded-vocab-size 101", "choose --tensor-model-parallel-size 1."),  # of a checkpoint
+    ):
+        with pytest.raises(FlagError) as found:
+            resolved(f"{flags} {PADDING} 1", (16, 16))
+        assert str(found.value).endswith(words), str(found.value)

@@ -88,7 +88,7 @@ def test_four_ranks_that_do_not_fit_are_refused_in_one_sentence(tmp_path: Path, 
     assert [code for code, _ in results] == [2] * 4
     lines = [line for _, text in results for line in text.splitlines() if "error: " in line]
     assert len(lines) == 1
-    assert "each of the 4 ranks needs" in lines[0] and "secondary copy 8." in lines[0]
+    assert "each of the 4 ranks needs" in lines[0] and "copy of weights 8." in lines[0]
     assert re.search(r"(the smallest world that fits is \d+ nodes of 2 ranks|no number of such nodes is enough)", lines[0])
     assert "on rank" not in lines[0]
 

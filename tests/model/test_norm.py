@@ -44,3 +44,10 @@ def test_nothing_is_kept_for_backward_but_the_input_the_gain_and_a_number_per_ro
 def test_large_values_do_not_overflow_in_half_precision() -> None:
     values = torch.full((2, 8), 3e4, dtype=torch.float16)
     assert rms_norm(values, torch.ones(8, dtype=torch.float16), 1e-5).eq(1).all()
+
+
+def test_a_second_derivative_is_an_error_rather_than_one_without_the_terms_of_the_scale() -> None:
+    values = torch.randn(3, 8, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    (grad,) = torch.autograd.grad(rms_norm(values, torch.ones(8), 1e-5).square().sum(), values, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.tensor_parallel.context import TensorParallel
-from megatron_zpp.tensor_parallel.regions import enter, gathered_channels, leave
+from megatron_zpp.tensor_parallel.regions import enter, gathered_channels, leave, region
 
 pytestmark = pytest.mark.virtual
 
@@ -106,3 +106,10 @@ def test_samples_whose_tokens_the_ranks_cannot_share_are_refused() -> None:
             leave(torch.zeros(2, 5, 3), TensorParallel(link, True))
 
     run_tensor_ranks(2, on_rank)
+
+
+def test_a_second_derivative_is_an_error_because_what_crosses_a_link_has_none() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    (grad,) = torch.autograd.grad(region(leaf, torch.clone, torch.clone).square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

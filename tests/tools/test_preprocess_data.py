@@ -257,6 +257,7 @@ def test_invalid_lines_are_left_out_counted_and_listed_where_that_is_asked_for(t
         ((*NULL, "--journal-interval", -1), "--journal-interval -1"),
         ((*NULL, "--input", "-", "--resume"), "--resume cannot read standard input again"),
         ((), "--tokenizer-type must be given; choose one of GPT2BPETokenizer"),
+        ((*NULL, "--output-prefix", ""), "--output-prefix is empty; give the path"),
         ((*NULL, "--json-keys", "a", "a"), "names a key twice"),
         ((*NULL, "--log-interval", 0), "argument --log-interval: 0 is not a whole number from 1"),
         ((*NULL, "--workers-to-check", 1, 0), "argument --workers-to-check: 0 is not a whole number from 1 to 1024"),

@@ -71,6 +71,12 @@ def test_the_tutorials_model_on_fewer_ranks_needs_what_16_bytes_per_parameter_sa
     assert need.plan.states / GIB == pytest.approx(gib, rel=0.002)
 
 
+@pytest.mark.parametrize("flags", ["--optimizer-cpu-offload", "--zero-quantized-weights", "--zero-hpz-partition-size 4"])
+def test_what_a_rank_keeps_of_the_weights_for_a_step_has_a_name_that_is_true_without_a_secondary_rung(flags: str) -> None:
+    need = Run(f"{SMALL} --zero-stage 3 {flags}", 2, 4).need()
+    assert f"copy of weights {in_gib(need.plan.secondary)}" in str(need) and "secondary" not in str(need)
+
+
 def test_a_run_that_fits_is_not_refused_and_neither_is_one_in_unknown_memory() -> None:
     run = Run(f"{SMALL} --zero-stage 3", 1, 2)
     assert run.check(run.need().total) == run.check(None) == run.need()
@@ -85,7 +91,7 @@ def test_a_run_that_lacks_one_byte_is_refused_with_every_part_in_figures() -> No
         "weights": plan.weights,
         "gradients": plan.gradients,
         "optimizer state": plan.optimizer_state,
-        "secondary copy": plan.secondary,
+        "copy of weights": plan.secondary,
         "CUDA context and workspaces": need.device.context + need.device.workspaces,
         "NCCL buffers": need.device.communicators,
     }

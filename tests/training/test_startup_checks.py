@@ -106,3 +106,30 @@ def test_a_run_on_gpus_whose_streams_share_one_queue_is_warned(
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
     line = startup_checks.about_one_queue(torch.device(device))
     assert ("unset it" in line) == bool(line) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("processor", "flag", "device", "is_warned"),
+    [
+        ("flags: sse2 avx512f avx512_vnni", "bf16", "cpu", True),
+        ("flags: sse2 avx512f avx512_bf16", "bf16", "cpu", False),
+        ("flags: sse2 amx_bf16 amx_tile", "bf16", "cpu", False),
+        ("Features: asimd", "bf16", "cpu", False),  # not known of other processors
+        (None, "bf16", "cpu", False),
+        ("flags: sse2 avx512f", "fp16", "cpu", False),
+        ("flags: sse2 avx512f", "bf16", "cuda", False),
+    ],
+)
+def test_a_run_in_bf16_on_a_processor_without_instructions_for_it_is_warned(
+    tmp_path: Path, processor: str | None, flag: str, device: str, is_warned: bool
+) -> None:
+    if processor is not None:
+        (tmp_path / "cpuinfo").write_text(processor)
+    line = startup_checks.about_slow_bf16(Config().with_values(**{flag: True}), torch.device(device), tmp_path / "cpuinfo")
+    assert ("leave --bf16 out" in line) == bool(line) == is_warned
+
+
+def test_all_warnings_about_the_device_are_lines_of_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, name in enumerate(("about_unused_gpus", "about_one_queue", "about_slow_bf16")):
+        monkeypatch.setattr(startup_checks, name, lambda *_, line=f"line {number}" * (number != 1): line)
+    assert startup_checks.about_device(Config(), torch.device("cpu")) == "line 0\nline 2"

@@ -1,6 +1,7 @@
 """Turns JSON lines into token ids, one batch of lines at a time."""
 
 import json
+import sys
 from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,6 +112,8 @@ def read_texts(line: bytes, keys: Sequence[str]) -> dict[str, str]:
         if line.startswith(BOM_UTF8):
             raise ValueError("begins with a byte order mark, which JSON does not have; save the file as UTF-8 without it") from None
         raise ValueError(f'not JSON ({error}); every line needs one object, such as {{"text": "..."}}') from None
+    except ValueError:  # json has no error of its own for it
+        raise ValueError(f"holds a whole number of more than {sys.get_int_max_str_digits()} digits; write it as a string") from None
     if not isinstance(record, dict):
         raise ValueError(f"holds {type(record).__name__}, but a JSON object is needed")
     return {key: _read_text(record, key) for key in keys}

@@ -2,11 +2,12 @@
 
 import glob
 import gzip
+import io
 import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.outside import open_regular
@@ -92,7 +93,8 @@ class Source:
     def __init__(self, path: str) -> None:
         self.path = path
         self._reads_stdin = path == STANDARD_INPUT
-        self._file = open(sys.stdin.fileno() if self._reads_stdin else open_regular(path), "rb", closefd=not self._reads_stdin)
+        descriptor = sys.stdin.fileno() if self._reads_stdin else open_regular(path)
+        self._file = io.BufferedReader(_RawFile(descriptor, closefd=not self._reads_stdin))
         self._read_bytes = 0
         self._head = self._file.peek(MAGIC_BYTES)
         if not self.is_compressed and path.endswith((".gz", ".zst")):
@@ -127,6 +129,16 @@ class Source:
         while block := self._file.read(BATCH_BYTES):
             self._read_bytes += len(block)
             yield block
+
+
+class _RawFile(io.FileIO):
+    """A file, or a pipe, of which each read returns MAGIC_BYTES or more before the end, however little was written to it at once."""
+
+    def readinto(self, buffer: Any) -> int:
+        view, filled = memoryview(buffer), 0
+        while filled < MAGIC_BYTES and (count := super().readinto(view[filled:])):
+            filled += count
+        return filled
 
 
 def _files_of(word: str, print_line: Callable[[str], None]) -> list[str]:

@@ -1,4 +1,5 @@
 import gzip
+import os
 import struct
 import sys
 import tracemalloc
@@ -74,6 +75,20 @@ def test_zstd_that_begins_with_a_frame_to_skip_is_read(tmp_path: Path, magic: in
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress])
+def test_standard_input_is_decompressed_even_if_its_first_write_is_short(
+    compress: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe2(os.O_DIRECT)  # a read returns what one write brought
+    content = compress(b"a\nb\n")
+    for start, stop in ((0, 1), (1, 3), (3, len(content))):
+        os.write(writing, content[start:stop])
+    os.close(writing)
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert b"".join(batch.text for batch in line_batches(["-"], Position())) == b"a\nb\n"
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress])
 def test_a_line_that_is_too_long_for_memory_is_refused_with_its_place(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(compress(b"short\n" + b"x" * (4 << 20)))
@@ -119,6 +134,7 @@ def test_text_in_many_zstd_frames_comes_in_batches(tmp_path: Path, size: int) ->
         (b"\xff\xfe{\x00", "not valid UTF-8 at byte 0 of the line"),
         (b"", "not JSON .*; every line needs one object, such as .*"),
         (b"[]", "holds list, but a JSON object is needed"),
+        (b'{"text": "a", "id": %s}' % (b"9" * 5000), "holds a whole number of more than 4300 digits; write it as a string"),
     ],
 )
 def test_a_line_that_is_no_document_says_what_it_is(line: bytes, reason: str) -> None:
