@@ -50,6 +50,7 @@ from torch import Tensor
 from megatron_zpp.comm.lanes import StreamLanes
 from megatron_zpp.comm.links import INTRA_CLIMB
 from megatron_zpp.comm.streams import Streams
+from megatron_zpp.model import attention_kernel
 from megatron_zpp.ops import dropout_reference, extension, gaussian_reference, reference, softmax_reference
 from megatron_zpp.ops.build import Build
 from megatron_zpp.parallel.grid import Grid
@@ -176,6 +177,20 @@ def test_a_case_that_raises_is_a_failure_and_an_error_of_the_device_ends_the_par
     monkeypatch.setattr(features, "CASES", [case for case in features.CASES if case.name in ("plain", "fp16", "Llama")])
     outcome = run(features)
     assert len(outcome.failures) == 2 and "misaligned address" in outcome.failures[1]
+
+
+def test_a_kernel_of_attention_that_fails_is_a_failure_and_one_that_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = next(case for case in features.CASES if case.name == "attention fused")
+    monkeypatch.setattr(features, "CASES", [refused])
+    missing = run(features)
+    assert missing.failures == [] and "attention fused: --attention-backend fused has no kernel on cpu" in missing.omissions[0]
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(attention_kernel, "attend", fail)
+    failed = run(features)
+    assert failed.omissions == [] and "CUDNN_STATUS_NOT_INITIALIZED" in failed.failures[0]
 
 
 @pytest.mark.parametrize("part", [one_rank, features])
