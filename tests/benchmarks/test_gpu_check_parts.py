@@ -253,11 +253,30 @@ def test_the_part_bits_compares_long_runs_with_their_parts() -> None:
         bits._check_long_runs,
         bits._check_long_means,
         bits._check_long_exact_means,
+        bits._check_long_gaussian,
         bits._check_long_dropout,
         bits._check_long_loss,
     ):
         check(outcome, long)
-    assert outcome.failures == [] and len(outcome.lines) == 6
+    assert outcome.failures == [] and len(outcome.lines) == 7
+
+
+def test_the_part_bits_finds_a_part_of_a_long_run_with_other_gaussian_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    Build().make()
+    assert extension.load()
+    results = bits._gaussian_results
+    for number in range(4):
+        long, outcome = bits.Long("cpu", 2**14 + 256 * 37, 2**13), Outcome()
+
+        def spoilt(values: Tensor, number: int = number, whole: int = long.numel) -> tuple[Tensor, ...]:
+            found = results(values)
+            if values.shape[1] == whole:
+                found[number][0, -1] += 1
+            return found
+
+        monkeypatch.setattr(bits, "_gaussian_results", spoilt)
+        bits._check_long_gaussian(outcome, long)
+        assert len(outcome.failures) == 1
 
 
 @pytest.mark.long
