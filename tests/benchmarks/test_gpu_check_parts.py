@@ -506,22 +506,31 @@ def test_without_time_no_run_is_begun() -> None:
     assert list(run_entries([Entry("run", "")], 2, ONE_GPU_EACH, still(1.0), run_seconds=60.0)) == []
 
 
+def one_that_ended(code: int | None) -> Ended:
+    return Ended(0, code, 1.0, "Duplicate GPU detected")
+
+
 @pytest.mark.parametrize("working, gpus, chosen", [((HOST_IDS, MULTI_RANK), 1, HOST_IDS), ((MULTI_RANK,), 2, MULTI_RANK)])
 def test_the_first_way_in_which_ranks_can_share_a_gpu_is_taken(
     working: tuple[Sharing, ...], gpus: int, chosen: Sharing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(sharing, "_refusal", lambda time, way, world_size: None if way in working else ["Duplicate GPU detected"])
+    monkeypatch.setattr(sharing, "_tried", lambda time, way, world_size: [one_that_ended(0 if way in working else 1)])
     assert sharing.working_sharing(still(), Outcome(), 4) is chosen
 
 
-def test_if_ranks_cannot_share_a_gpu_their_words_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [1, None], ids=["refused", "slow"])
+def test_if_ranks_cannot_share_a_gpu_their_words_are_kept_and_it_is_late_if_they_are_only_slow(
+    code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(sharing, "_refusal", lambda time, way, world_size: [f"refused {way.name}"])
-    with pytest.raises(NotDone, match="NCCL_HOSTID(?s:.*)NCCL_MULTI_RANK_GPU_ENABLE"):
-        sharing.working_sharing(still(), Outcome(), 4)
+    monkeypatch.setattr(sharing, "_tried", lambda time, way, world_size: [one_that_ended(code)])
+    with pytest.raises(NotDone, match="NCCL_HOSTID(?s:.*)Duplicate GPU(?s:.*)NCCL_MULTI_RANK_GPU_ENABLE"):
+        sharing.working_sharing(still(), outcome, 4)
+    assert outcome.late == ([] if code else ["an exchange of numbers among 4 ranks"])
 
 
 @pytest.mark.parametrize("seconds, tries", [(1e6, [2, 0]), (100.0, [2, 2])], ids=["with time", "without time for all ways"])
@@ -531,9 +540,9 @@ def test_what_a_part_finds_about_sharing_is_known_to_later_parts_if_it_had_the_t
 ) -> None:
     tried: list[Sharing] = []
 
-    def refusal(time: Deadline, way: Sharing, world_size: int) -> list[str] | None:
+    def try_it(time: Deadline, way: Sharing, world_size: int) -> list[Ended]:
         tried.append(way)
-        return None if works and way is MULTI_RANK else ["Duplicate GPU detected"]
+        return [one_that_ended(0 if works and way is MULTI_RANK else 1)]
 
     def outcome_of_a_part() -> tuple[object, int]:
         before = len(tried)
@@ -545,7 +554,7 @@ def test_what_a_part_finds_about_sharing_is_known_to_later_parts_if_it_had_the_t
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(sharing, "_refusal", refusal)
+    monkeypatch.setattr(sharing, "_tried", try_it)
     monkeypatch.setenv(FOUND_VARIABLE, str(tmp_path / "found.json"))
     (first, first_tries), (second, second_tries) = outcome_of_a_part(), outcome_of_a_part()
     assert first == second and [first_tries, second_tries] == ([2, 0] if works else tries)
