@@ -4,8 +4,8 @@
 
 Needs torch, numpy and nvcc. Every part is a process of its own with a time limit; if one fails, hangs or is killed, the others still run.
 Results are written as they come: FOLDER/gpu_check.json with every part that has ended, gpu_check.txt for people, and parts/NAME.json of
-a part that runs. What this machine cannot do is listed with the reason. Exit code: 1 if a check failed, 3 if none did but the time was too
-short for something, else 0. benchmarks/README.md says how to read the results.
+a part that runs. What this machine cannot do is listed with the reason. Exit code: 1 if a check failed, 3 if none did but something did not
+end in time, else 0. benchmarks/README.md says how to read the results.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda received, frame: runner.interrupt(f"ended by {signal.Signals(received).name}"))
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOUND_VARIABLE] = str(Path(folder, "sharing.json"))
-        code = runner.run(chosen(options.parts))
+        code = runner.run(chosen(options.parts, longer=max(1.0, options.limit_seconds / DEFAULT_LIMIT_SECONDS)))
     print(f"\n{(options.output / 'gpu_check.txt').read_text(encoding='utf-8').partition('== ')[0].strip()}")
     return code
 
@@ -62,7 +62,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument(
-        "--limit-seconds", type=float, default=DEFAULT_LIMIT_SECONDS, help="for all parts together (default: %(default).0f)"
+        "--limit-seconds",
+        type=float,
+        default=DEFAULT_LIMIT_SECONDS,
+        help="for all parts together (default: %(default).0f); with more, each part may take longer, too",
     )
     parser.add_argument(
         "--output", type=Path, default=FOLDER / "results" / "gpu_check", help="folder of the results (default: %(default)s)"

@@ -98,6 +98,11 @@ void count(const std::string& what) {
   ++state().counts[what];
 }
 
+cudaError_t counted(const char* what) {
+  count(what);
+  return cudaSuccess;
+}
+
 cudaError_t noted(cudaError_t error) {
   if (error != cudaSuccess) {
     last_error = error;
@@ -301,10 +306,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   if (greatest != nullptr) *greatest = kGreatestPriority;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() {
-  count("wait of the host");
-  return cudaSuccess;
-}
+cudaError_t cudaDeviceSynchronize() { return counted("wait of the host"); }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   static const std::map<int, int> values{
       {cudaDevAttrComputeCapabilityMajor, gpus().capability / 10},
@@ -426,16 +428,10 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { return copy(to, from, bytes, true); }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) { return copy(to, from, bytes, false); }
-cudaError_t cudaMemcpyPeerAsync(void*, int, const void*, int, size_t, cudaStream_t) {
-  count("copy on the GPU");
-  return cudaSuccess;
-}
+cudaError_t cudaMemcpyPeerAsync(void*, int, const void*, int, size_t, cudaStream_t) { return counted("copy on the GPU"); }
 cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
 cudaError_t cudaMemset(void*, int, size_t) { return cudaSuccess; }
-cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) {
-  count("clearing");
-  return cudaSuccess;
-}
+cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return counted("clearing"); }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
   *pool = nullptr;
   return cudaSuccess;
@@ -466,14 +462,8 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) {
-  count("wait of the host");
-  return cudaSuccess;
-}
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
-  count("wait of a stream");
-  return cudaSuccess;
-}
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return counted("wait of the host"); }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return counted("wait of a stream"); }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
   function(stream, cudaSuccess, data);
   return cudaSuccess;
@@ -499,14 +489,10 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
   reinterpret_cast<Event*>(event)->recorded = Clock::now();
-  count("event");
-  return cudaSuccess;
+  return counted("event");
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
-cudaError_t cudaEventSynchronize(cudaEvent_t) {
-  count("wait of the host");
-  return cudaSuccess;
-}
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return counted("wait of the host"); }
 
 // Graphs
 
@@ -547,10 +533,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* graph, cudaGraph_t, u
   *graph = nullptr;
   return cudaSuccess;
 }
-cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
-  count("launch of a graph");
-  return cudaSuccess;
-}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return counted("launch of a graph"); }
 cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t* nodes) {
   *nodes = 0;
   return cudaSuccess;
@@ -622,27 +605,20 @@ COLLECTIVE(ncclRecv, void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_
 
 // cuBLAS: arguments do not matter, results are codes of success.
 
-#define HANDLE(type)                                \
-  int cublas##type##Destroy(void* made) {           \
-    std::free(made);                                \
-    return 0;                                       \
-  }                                                 \
-  int cublas##type##Create(void** made, ...) {      \
-    *made = std::calloc(1, 64);                     \
-    return 0;                                       \
+#define HANDLE(create, destroy)   \
+  int create(void** made, ...) {  \
+    *made = std::calloc(1, 64);   \
+    return 0;                     \
+  }                               \
+  int destroy(void* made) {       \
+    std::free(made);              \
+    return 0;                     \
   }
-HANDLE(LtMatmulDesc)
-HANDLE(LtMatrixLayout)
-HANDLE(LtMatmulPreference)
+HANDLE(cublasCreate_v2, cublasDestroy_v2)
+HANDLE(cublasLtMatmulDescCreate, cublasLtMatmulDescDestroy)
+HANDLE(cublasLtMatrixLayoutCreate, cublasLtMatrixLayoutDestroy)
+HANDLE(cublasLtMatmulPreferenceCreate, cublasLtMatmulPreferenceDestroy)
 #undef HANDLE
-int cublasCreate_v2(void** made) {
-  *made = std::calloc(1, 64);
-  return 0;
-}
-int cublasDestroy_v2(void* made) {
-  std::free(made);
-  return 0;
-}
 int cublasGetMathMode(void*, int* mode) { return *mode = 0; }
 int cublasGetPointerMode_v2(void*, int* mode) { return *mode = 0; }
 size_t cublasLtGetVersion() { return 130000; }

@@ -18,8 +18,9 @@ from gpu.device_errors import attempt
 from gpu.outcome import Outcome
 from gpu.place import Place, require_kernels
 from megatron_zpp.ops import extension
+from megatron_zpp.ops.gaussian_reference import parts_of
 from megatron_zpp.ops.means import mean_values
-from megatron_zpp.ops.payload import coded_bytes
+from megatron_zpp.ops.payload import coded_bytes, gaussian_bytes
 from megatron_zpp.ops.softmax import Columns, TokenTerms, softmax_gradient, softmax_parts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -107,6 +108,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
         f"runs of {long.numel:,} values": partial(_check_long_runs, outcome, long),
         f"means of {long.numel:,} values": partial(_check_long_means, outcome, long),
         f"exact means of {long.numel:,} values": partial(_check_long_exact_means, outcome, long),
+        f"Gaussian codes of {long.numel:,} values": partial(_check_long_gaussian, outcome, long),
         f"dropout of {long.numel:,} values": partial(_check_long_dropout, outcome, long),
         f"loss of {long.numel:,} logits": partial(_check_long_loss, outcome, long),
         "many slices": partial(_check_many_slices, outcome, device),
@@ -329,6 +331,32 @@ def _check_long_exact_means(outcome: Outcome, long: Long) -> None:
         mean_values(members[:, :, place].contiguous(), part, accumulate=False)
         is_equal = is_equal and torch.equal(part, mean[:, place])
     outcome.check(f"the exact mean of two runs of {long.numel:,} values is that of their parts", holds=is_equal)
+
+
+def _check_long_gaussian(outcome: Outcome, long: Long) -> None:
+    """Checks that a run has the Gaussian codes of its parts and decodes to the same values, and likewise the mean of two members."""
+    if long.lacks_memory(outcome, "Gaussian codes", 12):
+        return
+    values = long.values(4)
+    whole = _gaussian_results(values)
+    is_equal = True
+    for place in long.parts():
+        for own, of_all in zip(_gaussian_results(values[:, place].contiguous()), whole, strict=True):
+            start = place.start * of_all.shape[1] // long.numel
+            is_equal = is_equal and torch.equal(own, of_all[:, start : start + own.shape[1]])
+    outcome.check(f"Gaussian codes of {long.numel:,} values are those of their parts", holds=is_equal)
+
+
+def _gaussian_results(values: Tensor) -> tuple[Tensor, ...]:
+    """Scales and codes of `values` [1, run], what they decode to, and the mean with codes of another key: each [1, a share of run]."""
+    bits, rounds, keys = 4, 2, [2**62 + 11, 12]
+    payloads = torch.zeros(len(keys), 1, gaussian_bytes(values.shape[1], bits), dtype=torch.uint8, device=values.device)
+    for member, key in zip(payloads, keys, strict=True):
+        torch.ops.megatron_zpp.encode_gaussian(values, member, bits, rounds, key)
+    decoded, mean = torch.empty_like(values), torch.empty_like(values, dtype=torch.float32)
+    torch.ops.megatron_zpp.decode_gaussian(payloads[0], decoded, bits, rounds, keys[:1], False)
+    torch.ops.megatron_zpp.decode_mean_gaussian(payloads, mean, bits, rounds, keys, False)
+    return *parts_of(payloads[0], values.shape[1], bits), decoded, mean
 
 
 def _check_long_dropout(outcome: Outcome, long: Long) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from gpu.commands import ROOT, python, run_program
+from gpu.commands import ROOT, python
 from gpu.deadline import Deadline
-from gpu.library import LOADS
+from gpu.library import check_loads
 from gpu.outcome import Outcome
 
 AT_ONCE = 8
@@ -62,9 +62,7 @@ def _build(time: Deadline, outcome: Outcome, environment: dict[str, str], folder
     if has_cuda:
         outcome.check("each says which architectures it leaves out", holds=all("Without code for 7.0, 7.5" in text for text in said))
     device = "cuda" if has_cuda else "cpu"
-    loaded = run_program(python("-c", LOADS.format(device=device)), time, environment)
-    outcome.say(*loaded.said)
-    outcome.check(f"a process with the same list loads its bodies for {device}", holds=loaded.said[-1:] == ["kernels: True"])
+    check_loads(time, outcome, "a process with the same list", device, environment)
 
 
 def without(program: str, path: str, folder: Path) -> str:

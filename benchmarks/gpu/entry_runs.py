@@ -28,11 +28,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Finished:
-    """records: what the run wrote to --log-jsonl. errors: what the ranks said if it failed, else empty."""
+    """records: what the run wrote to --log-jsonl. errors: what the ranks said if it did not end well, else empty.
+
+    is_late: whether it did not end in time. Ranks that wait for each other fail earlier, by --distributed-timeout-minutes 1.
+    """
 
     entry: Entry
     records: list[dict[str, Any]]
     errors: list[str]
+    is_late: bool = False
 
     @property
     def losses(self) -> list[list[float]]:
@@ -55,7 +59,7 @@ def run_entries(
 ) -> Iterator[Finished]:
     """Yields each run when it has ended. Ends early, without the remaining ones, when the time is over.
 
-    run_seconds: a run that takes longer has failed. One that fails after others in the same processes is tried again in new ones.
+    run_seconds: a run that takes longer is late. One that does not end well after others in the same processes is tried again in new ones.
     """
     waiting = list(entries)
     while waiting and time.has(run_seconds / 4):
@@ -102,8 +106,8 @@ def _in_one_world(
             if all(mark.exists() and mark.read_text() == "0" for mark in marks):
                 yield Finished(entry, _records(log), [])
                 continue
-            late = [] if any(ranks.codes()) else [f"no end within {run_seconds:.0f} s"]
-            yield Finished(entry, _records(log), [*late, *in_words(ranks.wait(Deadline(2.0)))])
+            is_late = not any(ranks.codes())
+            yield Finished(entry, _records(log), in_words(ranks.wait(Deadline(2.0))), is_late)
             return
     finally:
         ranks.end()

@@ -14,7 +14,6 @@ from gpu.sharing import working_sharing
 ENTRY = "pretrain_zeropp_gpt.py"
 RANKS, LOST = 4, 1
 TIMEOUT_SECONDS = 60.0  # of --distributed-timeout-minutes 1
-MARGIN_SECONDS = 5.0  # for the processes to disappear
 FLAGS = (
     "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --mock-data --num-workers 0 --bf16 "
     "--train-iters 20000 --micro-batch-size 2 --lr 1e-4 --lr-decay-style constant --log-interval 1 --eval-iters 0 --zero-stage 3 "
@@ -39,7 +38,7 @@ def lose_one(time: Deadline, outcome: Outcome, sharing: Sharing) -> None:
 
 
 def _lose(time: Deadline, outcome: Outcome, ranks: Ranks, jsonl: Path) -> None:
-    while time.has(TIMEOUT_SECONDS + MARGIN_SECONDS) and not any(ranks.codes()) and not _has_trained(jsonl):
+    while time.has(TIMEOUT_SECONDS) and not any(ranks.codes()) and not _has_trained(jsonl):
         clock.sleep(POLL_SECONDS)
     if any(ranks.codes()):
         outcome.check("the run trains until a rank is lost", holds=False)
@@ -49,16 +48,15 @@ def _lose(time: Deadline, outcome: Outcome, ranks: Ranks, jsonl: Path) -> None:
         outcome.ran_late(f"losing a rank: too little is left for the {TIMEOUT_SECONDS:.0f} s that the others may take")
         return
     ranks.kill(LOST)
-    lost, limit = clock.monotonic(), Deadline(TIMEOUT_SECONDS + MARGIN_SECONDS)
+    limit = Deadline(TIMEOUT_SECONDS)
     while limit.has(POLL_SECONDS) and time.has(POLL_SECONDS) and None in ranks.codes():
         clock.sleep(POLL_SECONDS)
-    seconds = clock.monotonic() - lost
-    codes = ranks.codes()
+    seconds, codes = TIMEOUT_SECONDS - limit.remaining_seconds(), ranks.codes()
     outcome.measure(exit_codes=codes, seconds_until_all_ended=round(seconds, 1))
-    if None in codes and seconds < TIMEOUT_SECONDS:
+    if None in codes and limit.has(POLL_SECONDS):
         outcome.ran_late("the end of the ranks that were left")
         return
-    statement = f"after rank {LOST} is killed, the others end within {TIMEOUT_SECONDS:.0f} s (after {seconds:.1f} s, exit codes {codes})"
+    statement = f"after rank {LOST} is killed, the others end within {TIMEOUT_SECONDS:.0f} s (after {seconds:.0f} s: exit codes {codes})"
     outcome.check(statement, holds=None not in codes and 0 not in codes)
     outcome.say(*in_words([end for end in ranks.ended() if end.rank != LOST]))
 

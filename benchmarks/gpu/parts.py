@@ -7,14 +7,14 @@ little, or not at all. A part that measures speed is alone in its wave, except f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Part:
-    """estimate_seconds: on one H200 with 16 cores. least_seconds: with less it cannot find out anything.
+    """says: what the part does. estimate_seconds: on one H200 with 16 cores. least_seconds: with less it cannot find out anything.
 
-    limit_seconds: a part that takes longer hangs. says: what it does. is_in_background: the next waves do not wait for it.
+    limit_seconds: it is killed if it takes longer; a longer check gives it more. is_in_background: the next waves do not wait for it.
     """
 
     name: str
@@ -64,6 +64,7 @@ def all_parts(waves: Sequence[Wave] = WAVES) -> dict[str, Part]:
     return {part.name: part for wave in waves for part in wave}
 
 
-def chosen(names: Sequence[str], waves: Sequence[Wave] = WAVES) -> tuple[Wave, ...]:
-    """The waves of the parts with these names, in their own order."""
-    return tuple(filter(None, (tuple(part for part in wave if part.name in names) for wave in waves)))
+def chosen(names: Sequence[str], *, longer: float = 1.0) -> tuple[Wave, ...]:
+    """The waves of the parts with these names, in their own order. longer: how many times their own limit they get."""
+    waves = ([replace(part, limit_seconds=longer * part.limit_seconds) for part in wave if part.name in names] for wave in WAVES)
+    return tuple(tuple(wave) for wave in waves if wave)

@@ -51,6 +51,9 @@ def check_runs(time: Deadline, outcome: Outcome, folder: Path, world_size: int, 
         entries.append(Entry(f"{name}, then resumes", f"{flags} {EVALUATION} --load {_folder(folder, name)} --ckpt-step {MIDDLE}"))
     found: dict[str, Finished] = {}
     for finished in run_entries(entries, world_size, sharing, time, run_seconds=RUN_SECONDS):
+        if finished.is_late:
+            outcome.say(f"the run that {finished.entry.name} does not end within {RUN_SECONDS:.0f} s", *finished.errors[-40:])
+            continue
         found[finished.entry.name] = finished
         _compare(outcome, finished, found, f"{world_size} ranks" if world_size > 1 else "one rank")
     for entry in entries:

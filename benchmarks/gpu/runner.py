@@ -38,14 +38,13 @@ Command = Callable[[Part, float, Path], list[str]]
 
 @dataclass
 class Running:
-    """A part that runs. limit_seconds: when it is killed; is_whole: as long as the part may ever take, so a kill means that it hangs."""
+    """A part that runs. limit_seconds: when it is killed."""
 
     part: Part
     process: subprocess.Popen[bytes]
     result: Path
     log: Path
     limit_seconds: float
-    is_whole: bool
     start: float
 
 
@@ -79,7 +78,7 @@ class Runner:
         (output / "parts").mkdir(parents=True, exist_ok=True)
 
     def run(self, waves: Sequence[Wave]) -> int:
-        """Runs all waves and returns the exit code: 1 if anything failed, else 3 if the time was too short for something, else 0."""
+        """Runs all waves and returns the exit code: 1 if anything failed, else 3 if something did not end in time, else 0."""
         self._names = [part.name for wave in waves for part in wave]
         self._write_summary()
         with tempfile.TemporaryDirectory() as logs:
@@ -108,7 +107,7 @@ class Runner:
                 reason = self._interrupted or f"the {self._limit_seconds:.0f} s of the whole check were nearly over"
                 self._end(part.name, report(CUT_SHORT, [f"{reason}: {part.says}"]), 0.0)
             else:
-                self._start(part, min(part.limit_seconds, left), logs, is_whole=part.limit_seconds <= left)
+                self._start(part, min(part.limit_seconds, left), logs)
 
     def _wait_while(self, is_so: Callable[[], bool]) -> None:
         while is_so():
@@ -116,7 +115,7 @@ class Runner:
                 self._look_at(running)
             time.sleep(POLL_SECONDS)
 
-    def _start(self, part: Part, seconds: float, logs: Path, *, is_whole: bool) -> None:
+    def _start(self, part: Part, seconds: float, logs: Path) -> None:
         self._say(f"== {part.name} starts: {part.says} (about {part.estimate_seconds:.0f} s, at most {seconds:.0f})")
         result, log = self._output / "parts" / f"{part.name}.json", logs / f"{part.name}.txt"
         result.unlink(missing_ok=True)
@@ -124,7 +123,7 @@ class Runner:
         start = self._clock()  # before the process has done anything
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        self._running.append(Running(part, process, result, log, seconds, is_whole, start))
+        self._running.append(Running(part, process, result, log, seconds, start))
 
     def _look_at(self, running: Running) -> None:
         has_ended = running.process.poll() is not None
@@ -144,11 +143,9 @@ class Runner:
         if found["status"] != UNFINISHED:
             return found
         said = running.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        if was_killed and (self._interrupted or not running.is_whole):
-            why = self._interrupted or f"the time was over after {running.limit_seconds:.0f} s of this part"
+        if was_killed:
+            why = self._interrupted or f"no end within {running.limit_seconds:.0f} s: it hangs, or needs longer here"
             status, reasons = (FAILED if found["failures"] else CUT_SHORT), found["late"]
-        elif was_killed:
-            why, status, reasons = f"no end within {running.limit_seconds:.0f} s", FAILED, found["failures"]
         else:
             why, status, reasons = f"the part died with exit code {running.process.returncode}", FAILED, found["failures"]
         reasons.append(why)

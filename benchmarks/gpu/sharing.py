@@ -12,21 +12,36 @@ import torch
 from gpu.deadline import Deadline
 from gpu.files import read_json, write_json
 from gpu.outcome import NotDone, Outcome
-from gpu.rank_processes import FOUND_VARIABLE, HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Sharing, in_words, run_ranks
+from gpu.rank_processes import (
+    FOUND_VARIABLE,
+    HOST_IDS,
+    MULTI_RANK,
+    ONE_GPU_EACH,
+    Ended,
+    Sharing,
+    in_words,
+    ran_out_of_time,
+    run_ranks,
+)
 
 PROGRAM = str(Path(__file__).with_name("smoke_program.py"))
 SMOKE_SECONDS = 60.0
 
 
 def working_sharing(time: Deadline, outcome: Outcome, world_size: int) -> Sharing:
-    """The first way in which so many ranks exchange numbers. Raises NotDone if there is none, with what each has said."""
+    """The first way in which so many ranks exchange numbers. Raises NotDone if there is none, with what each has said.
+
+    If ranks have not ended in time, that is late, too: this machine may only be slow.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ways = {way.name: way for way in ([ONE_GPU_EACH] if gpus == 0 or gpus >= world_size else [HOST_IDS, MULTI_RANK])}
     if gpus == 0:
         outcome.omit("NCCL: torch finds no GPU here; the ranks ran on the CPU over gloo")
     found = _found(time, list(ways.values()), world_size)
     if found["way"] is None:
-        raise NotDone("\n".join([f"{world_size} ranks cannot share the GPUs of this machine over NCCL", *found["said"]]))
+        if found["is_late"]:
+            outcome.ran_late(f"an exchange of numbers among {world_size} ranks")
+        raise NotDone("\n".join([f"{world_size} ranks did not exchange numbers over NCCL on the GPUs of this machine", *found["said"]]))
     way = ways[found["way"]]
     outcome.say(f"{world_size} ranks share {gpus} GPUs: {way.name}")
     outcome.measure(sharing=way.name)
@@ -40,20 +55,20 @@ def _found(time: Deadline, ways: list[Sharing], world_size: int) -> dict[str, An
     if known is not None and known["ranks"] == world_size:
         return dict(known)
     had_time = time.has(len(ways) * SMOKE_SECONDS)
-    found: dict[str, Any] = {"ranks": world_size, "way": None, "said": []}
+    found: dict[str, Any] = {"ranks": world_size, "way": None, "is_late": False, "said": []}
     for way in ways:
-        refusal = _refusal(time, way, world_size)
-        if refusal is None:
+        ended = _tried(time, way, world_size)
+        if all(end.code == 0 for end in ended):
             found["way"] = way.name
             break
-        found["said"] += [f"{way.name}:", *refusal]
+        found["is_late"] |= ran_out_of_time(ended)
+        found["said"] += [f"{way.name}:", *in_words(ended)]
     if file and (had_time or found["way"] is not None):  # otherwise a later part may have more time
         write_json(Path(file), found)
     return found
 
 
-def _refusal(time: Deadline, way: Sharing, world_size: int) -> list[str] | None:
-    """What the ranks say if they do not exchange numbers in this way; None if they do."""
+def _tried(time: Deadline, way: Sharing, world_size: int) -> list[Ended]:
+    """How ranks have ended that exchange numbers in this way."""
     with tempfile.TemporaryDirectory() as folder:
-        ended = run_ranks([PROGRAM], world_size, way, Path(folder), Deadline(min(SMOKE_SECONDS, time.remaining_seconds())))
-    return None if all(end.code == 0 for end in ended) else in_words(ended)
+        return run_ranks([PROGRAM], world_size, way, Path(folder), Deadline(min(SMOKE_SECONDS, time.remaining_seconds())))

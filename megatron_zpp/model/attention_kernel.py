@@ -23,6 +23,7 @@ KERNELS = {
     "unfused": [SDPBackend.MATH],
     "local": [SDPBackend.MATH],
 }
+NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says if no kernel that it may use can run
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LARGEST_FLASH_CHANNELS = 256  # per head
 FLASH_MAJOR = 8  # first major compute capability with flash attention: Ampere
@@ -129,7 +130,10 @@ def repeated_heads(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> 
 
 
 def check_attention(device: torch.device, head: HeadShape, *, masks_documents: bool) -> None:
-    """Raises ValueError if the chosen kernel cannot run on this device with such heads; it is tried once, forward and backward."""
+    """Raises ValueError if the chosen kernel cannot run on this device with such heads; it is tried once, forward and backward.
+
+    If the kernel has failed, rather than torch having none, its error is the cause of the ValueError.
+    """
     if head.backend == "auto":
         return
     query = torch.zeros(1, 2 * head.queries_per_group, 16, head.channels, dtype=head.dtype, device=device, requires_grad=True)
@@ -140,13 +144,15 @@ def check_attention(device: torch.device, head: HeadShape, *, masks_documents: b
         with warnings.catch_warnings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             warnings.simplefilter("ignore")  # torch warns about every kernel that it was not allowed to use
             attend(query, key, key, dropout=dropout, backend=head.backend, mask_B1SS=mask).sum().backward()
-    except RuntimeError:
+    except RuntimeError as error:
         wish = f"heads of {head.channels} channels in {str(head.dtype).removeprefix('torch.')}"
         wish += ", with --attention-dropout" if head.has_dropout else ""
         wish += ", with the mask of --reset-attention-mask" if masks_documents else ""
-        raise ValueError(
-            f"--attention-backend {head.backend} has no kernel on {device.type} for {wish}; choose --attention-backend auto."
-        ) from None
+        is_missing = any(text in str(error) for text in NO_KERNEL)
+        first_line = str(error).partition("\n")[0]
+        trouble = f"has no kernel on {device.type}" if is_missing else f"fails on {device.type} with '{first_line}'"
+        cause = None if is_missing else error
+        raise ValueError(f"--attention-backend {head.backend} {trouble} for {wish}; choose --attention-backend auto.") from cause
 
 
 def _takes_shared_heads(query_BNSD: Tensor, backend: str, *, has_mask: bool) -> bool:

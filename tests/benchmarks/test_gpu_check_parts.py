@@ -14,14 +14,32 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import bits, builds, entry_runs, features, kernel_kinds, ladder, machine, one_rank, sharing, speed, thread_ranks, training
+from gpu import (
+    bits,
+    builds,
+    entry_runs,
+    features,
+    kernel_kinds,
+    ladder,
+    library,
+    lost_rank,
+    machine,
+    nccl,
+    one_rank,
+    resume,
+    sharing,
+    speed,
+    thread_ranks,
+    training,
+)
+from gpu.commands import Done
 from gpu.deadline import Deadline
 from gpu.device_errors import attempt
 from gpu.differences import largest_difference
-from gpu.entry_runs import Entry, run_entries
+from gpu.entry_runs import Entry, Finished, run_entries
 from gpu.outcome import NotDone, Outcome
 from gpu.place import Place
-from gpu.rank_processes import FOUND_VARIABLE, HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Sharing
+from gpu.rank_processes import FOUND_VARIABLE, HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Ended, Sharing
 from gpu.stalls import MeasuredStreams
 from gpu.timed_ops import BOUND_BY_MEMORY, timed_ops
 from harness.fake_streams.gpus import Gpu, run_on_gpus
@@ -32,6 +50,7 @@ from torch import Tensor
 from megatron_zpp.comm.lanes import StreamLanes
 from megatron_zpp.comm.links import INTRA_CLIMB
 from megatron_zpp.comm.streams import Streams
+from megatron_zpp.model import attention_kernel
 from megatron_zpp.ops import dropout_reference, extension, gaussian_reference, reference, softmax_reference
 from megatron_zpp.ops.build import Build
 from megatron_zpp.parallel.grid import Grid
@@ -160,6 +179,20 @@ def test_a_case_that_raises_is_a_failure_and_an_error_of_the_device_ends_the_par
     assert len(outcome.failures) == 2 and "misaligned address" in outcome.failures[1]
 
 
+def test_a_kernel_of_attention_that_fails_is_a_failure_and_one_that_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = next(case for case in features.CASES if case.name == "attention fused")
+    monkeypatch.setattr(features, "CASES", [refused])
+    missing = run(features)
+    assert missing.failures == [] and "attention fused: --attention-backend fused has no kernel on cpu" in missing.omissions[0]
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(attention_kernel, "attend", fail)
+    failed = run(features)
+    assert failed.omissions == [] and "CUDNN_STATUS_NOT_INITIALIZED" in failed.failures[0]
+
+
 @pytest.mark.parametrize("part", [one_rank, features])
 def test_without_time_a_part_names_what_it_leaves_out(part: Any) -> None:
     outcome = run(part, seconds=0.5)
@@ -220,11 +253,30 @@ def test_the_part_bits_compares_long_runs_with_their_parts() -> None:
         bits._check_long_runs,
         bits._check_long_means,
         bits._check_long_exact_means,
+        bits._check_long_gaussian,
         bits._check_long_dropout,
         bits._check_long_loss,
     ):
         check(outcome, long)
-    assert outcome.failures == [] and len(outcome.lines) == 6
+    assert outcome.failures == [] and len(outcome.lines) == 7
+
+
+def test_the_part_bits_finds_a_part_of_a_long_run_with_other_gaussian_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    Build().make()
+    assert extension.load()
+    results = bits._gaussian_results
+    for number in range(4):
+        long, outcome = bits.Long("cpu", 2**14 + 256 * 37, 2**13), Outcome()
+
+        def spoilt(values: Tensor, number: int = number, whole: int = long.numel) -> tuple[Tensor, ...]:
+            found = results(values)
+            if values.shape[1] == whole:
+                found[number][0, -1] += 1
+            return found
+
+        monkeypatch.setattr(bits, "_gaussian_results", spoilt)
+        bits._check_long_gaussian(outcome, long)
+        assert len(outcome.failures) == 1
 
 
 @pytest.mark.long
@@ -360,34 +412,102 @@ for index, one in enumerate(json.loads(job.read_text())):
 """
 
 
-def finished_runs(flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, run_seconds: float = 60.0) -> list[tuple[str, Any, str]]:
+def finished_runs(flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, run_seconds: float = 60.0) -> list[Finished]:
     program = folder / "rank.py"
     program.write_text(FAKE_RANK)
     monkeypatch.setattr(entry_runs, "PROGRAM", str(program))
     entries = [Entry(f"run {index}", one) for index, one in enumerate(flags)]
-    found = run_entries(entries, 2, ONE_GPU_EACH, Deadline(300.0), run_seconds=run_seconds)
-    return [(one.entry.name, one.losses, "\n".join(one.errors)) for one in found]
+    return list(run_entries(entries, 2, ONE_GPU_EACH, Deadline(300.0), run_seconds=run_seconds))
 
 
 def test_a_run_that_fails_is_told_and_the_next_ones_begin_in_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = finished_runs(["", "--dies", "", ""], tmp_path, monkeypatch)
-    assert [(name, losses) for name, losses, _ in found] == [("run 0", [[0, 1]]), ("run 1", []), ("run 2", [[0, 1]]), ("run 3", [[1, 1]])]
-    assert "rank is on fire" in found[1][2] and not any(errors for name, _, errors in found if name != "run 1")
+    losses = [(one.entry.name, one.losses) for one in found]
+    assert losses == [("run 0", [[0, 1]]), ("run 1", []), ("run 2", [[0, 1]]), ("run 3", [[1, 1]])]
+    assert [("rank is on fire" in one.errors, one.errors == []) for one in found] == [(number == 1, number != 1) for number in range(4)]
 
 
 def test_a_run_that_fails_after_others_in_its_processes_is_tried_in_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = finished_runs(["", "--dies-as-second"], tmp_path, monkeypatch)
-    assert found == [("run 0", [[0, 1.0]], ""), ("run 1", [[0, 1.0]], "")]
+    assert [(one.entry.name, one.losses, one.errors) for one in found] == [("run 0", [[0, 1.0]], []), ("run 1", [[0, 1.0]], [])]
 
 
-def test_a_run_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_hangs_or_is_slow_is_ended_and_late_and_the_next_ones_begin_in_new_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(entry_runs, "START_SECONDS", 0.5)
-    found = finished_runs(["--hangs"], tmp_path, monkeypatch, run_seconds=0.5)
-    assert "no end within" in found[0][2]
+    found = finished_runs(["--hangs", "--dies"], tmp_path, monkeypatch, run_seconds=0.5)
+    assert [(one.entry.name, one.is_late) for one in found] == [("run 0", True), ("run 1", False)]
+    assert "exit code None" in found[0].errors[0] and "rank is on fire" in found[1].errors
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_late_run_is_no_failure_of_its_part(is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(entries: list[Entry], *_: Any, **__: Any) -> list[Finished]:
+        return [Finished(entry, [], ["last words"], is_late) for entry in entries]
+
+    for part in (nccl, resume):
+        monkeypatch.setattr(part, "run_entries", ended)
+    of_nccl, of_resume = Outcome(), Outcome()
+    nccl.compare_runs(still(), of_nccl, nccl.RUNS[:2], ONE_GPU_EACH, {}, {})
+    resume.check_runs(still(), of_resume, tmp_path, 1, ONE_GPU_EACH)
+    assert [len(outcome.failures) for outcome in (of_nccl, of_resume)] == ([0, 0] if is_late else [2, 6])
+    assert [len(outcome.late) for outcome in (of_nccl, of_resume)] == ([2, 6] if is_late else [0, 0])
+    assert "last words" in of_nccl.lines and "last words" in of_resume.lines
+
+
+class Survivors:
+    """Time that passes in sleep alone, and ranks of which all but the lost one end `after` seconds after it."""
+
+    def __init__(self, after: float) -> None:
+        self.now = 0.0
+        self.after = after
+        self.killed: list[int] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def kill(self, rank: int) -> None:
+        self.killed.append(rank)
+
+    def codes(self) -> list[int | None]:
+        return [-9 if rank in self.killed else 1 if self.killed and self.now > self.after else None for rank in range(lost_rank.RANKS)]
+
+    def ended(self) -> list[Ended]:
+        return [Ended(rank, code, self.now, "last words") for rank, code in enumerate(self.codes())]
+
+
+@pytest.mark.parametrize(
+    "after, seconds, failures, late, measured",
+    [(50.0, 100.0, 0, 0, 50.0), (62.0, 100.0, 1, 0, 60.0), (50.0, 10.0, 0, 1, 10.0)],
+    ids=["in time", "after the timeout", "too little time"],
+)
+def test_after_a_rank_is_lost_the_others_have_the_time_that_the_flag_says(
+    after: float, seconds: float, failures: int, late: int, measured: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, outcome = Survivors(after), Outcome()
+    monkeypatch.setattr(lost_rank, "clock", world)
+    monkeypatch.setattr(lost_rank, "Deadline", lambda seconds: Deadline(seconds, lambda: world.now))
+    (tmp_path / "log").write_text(3 * '"lm_loss"')
+    lost_rank._lose(Deadline(seconds, lambda: world.now), outcome, world, tmp_path / "log")
+    assert (len(outcome.failures), len(outcome.late)) == (failures, late)
+    assert outcome.measured["seconds_until_all_ended"] == pytest.approx(measured, abs=0.2)
+
+
+def test_a_library_that_is_loaded_when_the_time_is_over_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = Outcome()
+    for code in (None, 1):
+        monkeypatch.setattr(library, "run_program", lambda *_, code=code: Done(code, ["last words"]))
+        library.check_loads(still(), outcome, "a new process", "cpu")
+    assert outcome.late == ["a new process that loads the library"] and outcome.failures == ["a new process loads its bodies for cpu"]
 
 
 def test_without_time_no_run_is_begun() -> None:
     assert list(run_entries([Entry("run", "")], 2, ONE_GPU_EACH, still(1.0), run_seconds=60.0)) == []
+
+
+def one_that_ended(code: int | None) -> Ended:
+    return Ended(0, code, 1.0, "Duplicate GPU detected")
 
 
 @pytest.mark.parametrize("working, gpus, chosen", [((HOST_IDS, MULTI_RANK), 1, HOST_IDS), ((MULTI_RANK,), 2, MULTI_RANK)])
@@ -396,16 +516,21 @@ def test_the_first_way_in_which_ranks_can_share_a_gpu_is_taken(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(sharing, "_refusal", lambda time, way, world_size: None if way in working else ["Duplicate GPU detected"])
+    monkeypatch.setattr(sharing, "_tried", lambda time, way, world_size: [one_that_ended(0 if way in working else 1)])
     assert sharing.working_sharing(still(), Outcome(), 4) is chosen
 
 
-def test_if_ranks_cannot_share_a_gpu_their_words_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [1, None], ids=["refused", "slow"])
+def test_if_ranks_cannot_share_a_gpu_their_words_are_kept_and_it_is_late_if_they_are_only_slow(
+    code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(sharing, "_refusal", lambda time, way, world_size: [f"refused {way.name}"])
-    with pytest.raises(NotDone, match="NCCL_HOSTID(?s:.*)NCCL_MULTI_RANK_GPU_ENABLE"):
-        sharing.working_sharing(still(), Outcome(), 4)
+    monkeypatch.setattr(sharing, "_tried", lambda time, way, world_size: [one_that_ended(code)])
+    with pytest.raises(NotDone, match="NCCL_HOSTID(?s:.*)Duplicate GPU(?s:.*)NCCL_MULTI_RANK_GPU_ENABLE"):
+        sharing.working_sharing(still(), outcome, 4)
+    assert outcome.late == ([] if code else ["an exchange of numbers among 4 ranks"])
 
 
 @pytest.mark.parametrize("seconds, tries", [(1e6, [2, 0]), (100.0, [2, 2])], ids=["with time", "without time for all ways"])
@@ -415,9 +540,9 @@ def test_what_a_part_finds_about_sharing_is_known_to_later_parts_if_it_had_the_t
 ) -> None:
     tried: list[Sharing] = []
 
-    def refusal(time: Deadline, way: Sharing, world_size: int) -> list[str] | None:
+    def try_it(time: Deadline, way: Sharing, world_size: int) -> list[Ended]:
         tried.append(way)
-        return None if works and way is MULTI_RANK else ["Duplicate GPU detected"]
+        return [one_that_ended(0 if works and way is MULTI_RANK else 1)]
 
     def outcome_of_a_part() -> tuple[object, int]:
         before = len(tried)
@@ -429,7 +554,7 @@ def test_what_a_part_finds_about_sharing_is_known_to_later_parts_if_it_had_the_t
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(sharing, "_refusal", refusal)
+    monkeypatch.setattr(sharing, "_tried", try_it)
     monkeypatch.setenv(FOUND_VARIABLE, str(tmp_path / "found.json"))
     (first, first_tries), (second, second_tries) = outcome_of_a_part(), outcome_of_a_part()
     assert first == second and [first_tries, second_tries] == ([2, 0] if works else tries)

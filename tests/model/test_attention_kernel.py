@@ -123,6 +123,7 @@ def test_a_compiled_call_sets_the_order_too_without_leaving_its_graph(monkeypatc
     original = attention_kernel.kernel_order
     monkeypatch.setattr(attention_kernel, "kernel_order", lambda device, backend, **call: original(GPU, backend, **call))
     query = heads(4, 256)
+    attention_kernel.take_as_constants()
     compiled = torch.compile(lambda query: attend(query, query, query, dropout=0.0, backend="auto"), fullgraph=True, backend=keep)
     torch.testing.assert_close(compiled(query), attend(query, query, query, dropout=0.0, backend="auto"))
     orders = [node.args for node in seen[0].graph.nodes if node.target is torch.nn.attention._sdpa_kernel]
@@ -168,8 +169,20 @@ def test_heads_repeated_for_their_queries_mix_as_shared_ones(monkeypatch: pytest
     ],
 )
 def test_a_kernel_that_cannot_run_here_is_refused_before_the_first_step(head: HeadShape, masks: bool, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         check_attention(CPU, head, masks_documents=masks)
+    assert refused.value.__cause__ is None
+
+
+def test_a_kernel_that_fails_is_told_apart_from_one_that_torch_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED\nat a place")
+
+    monkeypatch.setattr(attention_kernel, "attend", fail)
+    message = "--attention-backend fused fails on cpu with 'cuDNN error: CUDNN_STATUS_NOT_INITIALIZED' for heads of .*; choose"
+    with pytest.raises(ValueError, match=message) as failed:
+        check_attention(CPU, HeadShape(torch.bfloat16, 64, False, backend="fused"), masks_documents=False)
+    assert isinstance(failed.value.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize("backend", ["auto", "flash", "unfused", "local"])

@@ -1,6 +1,5 @@
 // drop_values on GPUs: every thread takes chunks of 16 bytes.
-#include <algorithm>
-
+#include "../../quantization/cuda/teams.h"
 #include "../../quantization/cuda/value_chunks.h"
 #include "launcher.h"
 
@@ -14,7 +13,6 @@ constexpr int kMultiprocessorThreads = 2048;
 #else
 constexpr int kMultiprocessorThreads = 1536;
 #endif
-constexpr int64_t kMostDropGridBlocks = 2147483647;
 
 // hash_of: position in the chunk to the hash of that value.
 template <class T, class HashOf>
@@ -54,16 +52,11 @@ __global__ void __launch_bounds__(kDropThreads, kMultiprocessorThreads / kDropTh
 
 template <class T>
 cudaError_t launch_drop(const T* values, T* dropped, int64_t numel, const Mask& mask, cudaStream_t stream) {
-  if (numel == 0) {
-    return cudaSuccess;
-  }
   constexpr int64_t kGridBlockNumel = int64_t{kDropThreads} * PackedChunk<T>::kNumel;
+  const int64_t grid_blocks = (numel + kGridBlockNumel - 1) / kGridBlockNumel;
   const auto addresses = reinterpret_cast<uintptr_t>(values) | reinterpret_cast<uintptr_t>(dropped);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min((numel + kGridBlockNumel - 1) / kGridBlockNumel, kMostDropGridBlocks)));
-  config.blockDim = dim3(kDropThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, drop_kernel<T>, values, dropped, numel, mask, addresses % kWideAccessBytes == 0);
+  const bool is_wide = addresses % kWideAccessBytes == 0;
+  return start_grid(drop_kernel<T>, 1, grid_blocks, kDropThreads, stream, values, dropped, numel, mask, is_wide);
 }
 
 #define ZPP_INSTANTIATE(T) template cudaError_t launch_drop<T>(const T*, T*, int64_t, const Mask&, cudaStream_t);

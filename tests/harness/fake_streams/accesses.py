@@ -57,13 +57,13 @@ class Block:
     write: Use | None = None
     reads: dict[int, Use] = field(default_factory=dict)
 
-    def uses(self) -> Iterable[Use]:
-        return [*([] if self.write is None else [self.write]), *self.reads.values()]
+    def uses_before(self, *, is_write: bool) -> list[Use]:
+        """What an access must come after: the last write, and if it is a write itself, the reads since."""
+        return [*filter(None, [self.write]), *(self.reads.values() if is_write else ())]
 
 
 class Accesses(TorchDispatchMode):
     """Watches the operations of one rank, whose thread enters it.
-
 
     blocks: the memory of the whole GPU, by storage; given if ranks share it, which then have to take turns.
     """
@@ -161,11 +161,11 @@ class Accesses(TorchDispatchMode):
         count = stream.advance()
         for tensor in reads:
             block = self._block(tensor, stream)
-            self._check([] if block.write is None else [block.write], stream, count, label, "reads")
+            self._check(block.uses_before(is_write=False), stream, count, label, "reads")
             block.reads[stream.number] = Use(stream.number, count, label)
         for tensor in writes:
             block = self._block(tensor, stream)
-            self._check(block.uses(), stream, count, label, "writes")
+            self._check(block.uses_before(is_write=True), stream, count, label, "writes")
             block.write, block.reads = Use(stream.number, count, label), {}
 
     def read_by_host(self, label: str, tensor: Tensor) -> None:
@@ -184,7 +184,7 @@ class Accesses(TorchDispatchMode):
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 block = self._blocks.get(tensor.untyped_storage()._cdata)
-                for use in () if block is None else block.uses() if is_write else filter(None, [block.write]):
+                for use in [] if block is None else block.uses_before(is_write=is_write):
                     if not self.machine.is_seen(use.stream, use.count):
                         name = self.machine.streams[use.stream].name
                         raise RaceError(f"{label} on the host uses what {use.label} in {name} uses, and the host has not waited for it")
@@ -222,7 +222,7 @@ class Accesses(TorchDispatchMode):
 
     def _check_freed(self, block: Block) -> None:
         owner = block.allocated_on
-        for use in block.uses():
+        for use in block.uses_before(is_write=True):
             if not self.machine.happens_before(use.stream, use.count, owner):
                 other = self.machine.streams[use.stream].name
                 text = f"memory that was allocated on {owner.name} is freed while {use.label} in {other} may still use it"
