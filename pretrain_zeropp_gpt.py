@@ -72,9 +72,11 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: Lau
     """Runs the training and returns the exit code. mistake: error text of this rank's flags, on which all ranks agree first."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints the stack of every request to a store that is lost
     from megatron_zpp.parallel.initialize import RankLost, StartupError, World, choose_device  # torch is imported from here on
+    from megatron_zpp.parallel.open_files import allow_open_files
     from megatron_zpp.training.save_lock import SaveLock
 
     try:
+        allow_open_files(launch.world_size, config.data.num_workers)
         device = choose_device(launch, config.distributed.distributed_backend)
         world = World(launch, device, timedelta(minutes=config.distributed.distributed_timeout_minutes))
     except ValueError as error:

@@ -156,6 +156,13 @@ def move_latest(directory: Path, text: str) -> None:
     rename_durably(temporary, directory / LATEST_FILE)
 
 
+def check_latest_can_move(flag: str, directory: Path) -> None:
+    """Raises CheckpointError if a folder has the name of LATEST_FILE, which `move_latest` cannot replace. flag: names the directory."""
+    latest = directory / LATEST_FILE
+    if latest.is_dir() and not latest.is_symlink():
+        raise CheckpointError(f"{flag} {directory}: {LATEST_FILE} is a folder, so that no checkpoint can be saved; remove it")
+
+
 def left_latest_files(directory: Path) -> list[tuple[Path, str]]:
     """The temporary files of `move_latest` that are there, each with the token of its process."""
     return [(path, path.name.rpartition(".new-")[2]) for path in sorted(directory.glob(f"{LATEST_FILE}.new-*"))]

@@ -27,6 +27,7 @@ from threading import Event, Thread
 from megatron_zpp.checkpoint.durable import write_durably
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.config.outside import OutsideFile, open_regular
+from megatron_zpp.monitor.output_file import remedy_for
 from megatron_zpp.monitor.owner import is_abandoned, is_dead, own_token
 
 LOCK_FILE = "run.lock"
@@ -149,7 +150,7 @@ def take_lock(directory: Path, job: Job, announce: Callable[[str], None]) -> Run
         lock.keep_alive()
     except OSError as error:
         raise CheckpointError(
-            f"{job.flag} {directory}: {path.name} cannot be taken ({error.strerror}); choose a folder that rank 0 can write to"
+            f"{job.flag} {directory}: {path.name} cannot be read or written ({error.strerror}); {remedy_for(error)}"
         ) from error
     _clean_up(path, lock.holder)
     return lock

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import get_all_start_methods
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from megatron_zpp.data.gpt_dataset import SampleSource
 from megatron_zpp.data.sampler import MicroBatchIndices
 
 MICRO_BATCHES_AHEAD = 2  # per worker
+LIMITS_OF_WORKERS = (
+    "enlarge /dev/shm (docker run --shm-size), allow more processes and open files (ulimit -u, ulimit -n), or give a lower --num-workers"
+)
 RAISED_IN_A_WORKER = "in DataLoader worker process"  # torch says so where it raises the error of a worker again
 
 
@@ -113,6 +117,7 @@ def _in_order(batches: _MicroBatchDataset, sampler: Iterable[MicroBatchIndices],
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=MICRO_BATCHES_AHEAD,
+        collate_fn=_in_shared_memory,
         # A forked worker shares the indices with this process; another worker would get a full copy of them.
         multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
         worker_init_fn=_ignore_signals,
@@ -122,6 +127,10 @@ def _in_order(batches: _MicroBatchDataset, sampler: Iterable[MicroBatchIndices],
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         started = iter(loader)
+    except OSError as error:
+        raise RuntimeError(
+            f"the processes that read data (--num-workers {num_workers}) cannot start ({error}); {LIMITS_OF_WORKERS}"
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
@@ -149,6 +158,19 @@ def _end_when_told_by(rank: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
     os._exit(0)
+
+
+def _in_shared_memory(batch: Any) -> MicroBatch:  # torch's type is that of samples in a list
+    """The micro-batch with its tensors where the rank can read them.
+
+    DataLoader would move them in a thread of its own. An error there leaves the rank waiting forever.
+    """
+    try:
+        for tensor in filter(torch.is_tensor, vars(batch).values()):
+            tensor.share_memory_()
+    except RuntimeError as error:
+        raise RuntimeError(f"a micro-batch that --num-workers read cannot go into shared memory ({error}); {LIMITS_OF_WORKERS}") from error
+    return batch
 
 
 class _MicroBatchDataset(Dataset[MicroBatch]):

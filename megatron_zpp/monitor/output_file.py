@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 STANDARD_STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # errors of file systems that need no fsync of folders
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _ALWAYS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # without the last one, opening a pipe would wait for its reader
 
 
@@ -65,6 +66,11 @@ def sync_folder(folder: Path) -> None:
             raise _with_name(error, folder) from error
     finally:
         os.close(descriptor)
+
+
+def remedy_for(error: OSError) -> str:
+    """What a user can do about a folder in which a file could not be written."""
+    return "free space there, or choose another folder" if error.errno in _NO_SPACE else "choose a folder that every rank can write to"
 
 
 @contextmanager

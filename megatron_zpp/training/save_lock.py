@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_zpp.checkpoint.folders import check_latest_can_move
 from megatron_zpp.checkpoint.run_lock import Job, RunLock, take_lock
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.launch import SchedulerJob
@@ -44,6 +45,7 @@ class SaveLock:
         """Takes the lock, and tells later starts of this job, which may run on another machine. Returns the text of an error, or ""."""
         try:
             check_writable("--save", folder, world.rank)
+            check_latest_can_move("--save", folder)
             self._held = take_lock(folder, Job(self._job.name, self._job.restarts, world.recall(LOCK_KEY)), announce)
         except ValueError as error:
             return str(error)

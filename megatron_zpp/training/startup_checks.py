@@ -22,7 +22,7 @@ from megatron_zpp.model.compilation import check_compilation
 from megatron_zpp.model.document_attention import has_varlen
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
-from megatron_zpp.monitor.output_file import create_new
+from megatron_zpp.monitor.output_file import create_new, remedy_for
 from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.grid import Grid
@@ -197,13 +197,11 @@ def check_save_is_shared(config: Config, world: World) -> None:
 
 
 def check_writable(flag: str, folder: Path, rank: int) -> None:
-    """Makes the folder. Raises ValueError if this rank cannot write to it."""
+    """Makes the folder. Raises ValueError if this rank cannot make a file in it."""
     probe = folder / f".probe_of_rank_{rank}-{own_token()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.close(create_new(probe))
         probe.unlink()
     except OSError as error:
-        raise ValueError(
-            f"{flag} {folder} cannot be written to ({error.strerror}); choose a folder that every rank can write to."
-        ) from error
+        raise ValueError(f"{flag} {folder} cannot be written to ({error.strerror}); {remedy_for(error)}.") from error

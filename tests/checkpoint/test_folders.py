@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_zpp.checkpoint.folders import (
     LATEST_FILE,
     Leftover,
     Stage,
+    check_latest_can_move,
     complete_iterations,
     delete_checkpoint,
     delete_or_restore,
@@ -28,6 +30,7 @@ from megatron_zpp.checkpoint.folders import (
     move_latest,
     older_checkpoints,
     put_in_place,
+    read_latest,
     staged_folder,
 )
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, CheckpointError, marker_json
@@ -266,3 +269,21 @@ def test_a_file_system_without_locks_can_be_read_and_deleted_from(directory: Pat
     monkeypatch.setattr(fcntl, "flock", refuse)
     check_holds(iteration_folder(directory, 1), 1)
     assert delete_checkpoint(iteration_folder(directory, 1), "ab12")
+
+
+def test_a_folder_in_the_place_of_latest_is_refused(tmp_path: Path) -> None:
+    (tmp_path / LATEST_FILE).mkdir()
+    with pytest.raises(CheckpointError, match=f"^--save {tmp_path}: {LATEST_FILE} is a folder, so that no checkpoint can be saved; remove"):
+        check_latest_can_move("--save", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: None, lambda path: path.write_bytes(b"\xff"), os.mkfifo, lambda path: path.symlink_to(path.parent)],
+    ids=["missing", "not text", "pipe", "link to a folder"],
+)
+def test_whatever_else_is_in_the_place_of_latest_is_replaced(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / LATEST_FILE)
+    check_latest_can_move("--save", tmp_path)
+    move_latest(tmp_path, "7")
+    assert read_latest(tmp_path) == "7"

@@ -274,3 +274,14 @@ def test_claims_of_processes_that_died_one_after_the_other_do_not_pile_up(tmp_pa
         os.waitpid(child(lambda moment=moment: (die_at(moment), take(tmp_path))), 0)
     take(tmp_path).release()
     assert names(tmp_path) == []
+
+
+def test_a_lock_on_a_full_disk_says_so_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    words = r"run.lock cannot be read or written \(No space left on device\); free space there, or choose another folder$"
+    with pytest.raises(CheckpointError, match=f"^--output {tmp_path}: {words}"):
+        take(tmp_path, Job(flag="--output"))
+    assert names(tmp_path) == []

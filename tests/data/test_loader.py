@@ -159,7 +159,11 @@ def test_a_rank_takes_sigterm_again_once_its_workers_have_started_or_failed_to(f
             return iter([batch])
 
     monkeypatch.setattr(loader, "DataLoader", Workers)
-    with pytest.raises(OSError, match="too many") if fails else contextlib.nullcontext():
+    with (
+        pytest.raises(RuntimeError, match=r"--num-workers 1\) cannot start \(too many processes\); enlarge /dev/shm")
+        if fails
+        else contextlib.nullcontext()
+    ):
         first_batches(1, 1)
     assert [signal.SIGTERM in mask for mask in masks] == [True]
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -183,6 +187,15 @@ def test_an_error_of_reading_is_not_taken_for_a_killed_worker(monkeypatch: pytes
     monkeypatch.setattr(MockDataset, "__getitem__", read)
     with pytest.raises(EOFError, match="no more samples"):
         first_batches(num_workers, 1)
+
+
+def test_a_micro_batch_without_room_in_shared_memory_ends_the_run_instead_of_leaving_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("No space left on device (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)
+    with pytest.raises(RuntimeError, match=r"cannot go into shared memory \(No space left on device \(28\)\); enlarge /dev/shm"):
+        first_batches(1, 1)
 
 
 def test_a_worker_ends_when_its_rank_tells_it_to_so_that_an_interpreter_can_exit() -> None:

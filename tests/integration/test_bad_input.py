@@ -126,6 +126,12 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(ranks: RankP
     assert f"{flag} {tmp_path / 'file' / 'folder'}" in message
 
 
+def test_a_folder_named_as_the_file_of_the_latest_iteration_is_refused_before_training(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    message = message_of(ranks, 1, 2, f"--train-iters 1 --save {tmp_path}")
+    assert f"--save {tmp_path}: latest_checkpointed_iteration.txt is a folder" in message
+
+
 def test_what_was_loaded_and_what_differs_is_said(ranks: RankPool, tmp_path: Path) -> None:
     flags = [*TINY, "--load", str(tmp_path), "--save", str(tmp_path)]
     first = ranks.run(1, 2, entry_and_output, [*flags, "--train-iters", "1"])

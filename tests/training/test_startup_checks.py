@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -49,6 +51,26 @@ def test_a_rank_of_another_version_or_with_other_flags_is_named_on_every_rank(
     monkeypatch.setattr(startup_checks, "gather_texts", gathered)
     with pytest.raises(StartupError, match=words):
         startup_checks.check_same_flags(Config())
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "No space left on device); free space there, or choose another folder."),
+        (errno.EDQUOT, "Disk quota exceeded); free space there, or choose another folder."),
+        (errno.EROFS, "Read-only file system); choose a folder that every rank can write to."),
+    ],
+    ids=["disk", "quota", "read-only"],
+)
+def test_a_folder_in_which_no_file_can_be_made_is_refused_with_a_remedy_that_helps(
+    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(startup_checks, "create_new", fail)
+    with pytest.raises(ValueError, match=f"^--save {tmp_path} cannot be written to .{words.replace(')', '.')}$"):
+        startup_checks.check_writable("--save", tmp_path, rank=1)
 
 
 @pytest.mark.parametrize("own", ["cpu", "cuda"])
