@@ -103,10 +103,11 @@ def _in_one_world(
             grace = Deadline(MARK_SECONDS)
             while any(ranks.codes()) and None in ranks.codes() and not all(mark.exists() for mark in marks) and grace.has(POLL_SECONDS):
                 clock.sleep(POLL_SECONDS)
-            if all(mark.exists() and mark.read_text() == "0" for mark in marks):
+            codes = [mark.read_text() for mark in marks if mark.exists()]
+            if codes == ["0"] * world_size:
                 yield Finished(entry, _records(log), [])
                 continue
-            is_late = not any(ranks.codes())
+            is_late = set(codes) <= {"0"} and not any(ranks.codes())  # a rank that has failed may take long to disappear
             yield Finished(entry, _records(log), in_words(ranks.wait(Deadline(2.0))), is_late)
             return
     finally:

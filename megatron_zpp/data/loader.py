@@ -169,7 +169,7 @@ def _in_shared_memory(batch: Any) -> MicroBatch:  # torch's type is that of samp
         for tensor in filter(torch.is_tensor, vars(batch).values()):
             tensor.share_memory_()
     except RuntimeError as error:
-        raise RuntimeError(f"a micro-batch that --num-workers read cannot go into shared memory ({error}); {LIMITS_OF_WORKERS}") from error
+        raise RuntimeError(f"a worker (--num-workers) cannot move a micro-batch to shared memory ({error}); {LIMITS_OF_WORKERS}") from error
     return batch
 
 

@@ -34,7 +34,7 @@ from megatron_zpp.training.sharding import sharding_of
 
 VERSIONS, UNKNOWN = "versions", "unknown"
 GPU_FILES, HIDDEN_GPUS = "nvidia[0-9]*", ("", "-1", "NoDevFiles")  # in /dev; values of CUDA_VISIBLE_DEVICES
-BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")  # as Linux names them
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx_ne_convert")  # as Linux names them
 # cuBLAS promises reproducible results for these values.
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Paths may be spelled differently on different machines.

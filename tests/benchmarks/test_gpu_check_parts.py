@@ -404,7 +404,9 @@ for index, one in enumerate(json.loads(job.read_text())):
     if "--dies" in flags or ("--dies-as-second" in flags and index > 0):
         print("rank is on fire", flush=True)
         os._exit(1)
-    if "--hangs" in flags:
+    if "--refused" in flags:
+        job.with_name(f"{job.name}.{index}.{os.environ['RANK']}").write_text("2")
+    if "--hangs" in flags or "--refused" in flags:
         time.sleep(1000)
     if os.environ["RANK"] == "0":
         pathlib.Path(flags[flags.index("--log-jsonl") + 1]).write_text(json.dumps({"lm_loss": index, "grad_norm": 1.0}))
@@ -439,6 +441,11 @@ def test_a_run_that_hangs_or_is_slow_is_ended_and_late_and_the_next_ones_begin_i
     found = finished_runs(["--hangs", "--dies"], tmp_path, monkeypatch, run_seconds=0.5)
     assert [(one.entry.name, one.is_late) for one in found] == [("run 0", True), ("run 1", False)]
     assert "exit code None" in found[0].errors[0] and "rank is on fire" in found[1].errors
+
+
+def test_a_run_that_has_failed_is_not_late_even_if_its_processes_take_long_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = finished_runs(["--refused"], tmp_path, monkeypatch)
+    assert found.errors and not found.is_late
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -194,7 +194,7 @@ def test_a_micro_batch_without_room_in_shared_memory_ends_the_run_instead_of_lea
         raise RuntimeError("No space left on device (28)")
 
     monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)
-    with pytest.raises(RuntimeError, match=r"cannot go into shared memory \(No space left on device \(28\)\); enlarge /dev/shm"):
+    with pytest.raises(RuntimeError, match=r"cannot move a micro-batch to shared memory \(No space left on device \(28\)\); enlarge"):
         first_batches(1, 1)
 
 

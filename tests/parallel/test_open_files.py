@@ -10,6 +10,8 @@ from harness.tiny_runs import TINY
 import pretrain_zeropp_gpt
 from megatron_zpp.parallel.open_files import allow_open_files
 
+REMEDY = "allow more where the ranks start (ulimit -n)\n"
+
 
 class Limits:
     """Stands in for the limits of the system. may_rise: whether it lets this process raise its own."""
@@ -48,15 +50,21 @@ def test_a_limit_that_cannot_be_raised_is_enough_if_it_is_as_high_as_needed(limi
 
 def test_a_limit_below_what_the_run_needs_is_refused_with_both_numbers_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     put(Limits(24, 81), monkeypatch)
-    with pytest.raises(ValueError, match=r"only 81 files open, and this run needs at least 82; allow more .* \(ulimit -n\)"):
+    with pytest.raises(ValueError, match=r"only 81 files open, .* may need 82; allow .* \(ulimit -n\), or give less than --num-workers 2$"):
         allow_open_files(world_size=2, num_workers=2)
     put(Limits(24, 82), monkeypatch)
     allow_open_files(world_size=2, num_workers=2)
 
 
+def test_one_rank_which_connects_to_no_other_is_not_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(Limits(24, 64), monkeypatch)
+    allow_open_files(world_size=1, num_workers=2)
+
+
 def test_a_run_that_may_open_too_few_files_is_refused_before_ranks_connect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(Limits(24, 24), monkeypatch)
+    put(Limits(8, 15), monkeypatch)
     assert pretrain_zeropp_gpt.main([*TINY, "--train-iters", "1"]) == 2
-    assert "error: this process may have only 24 files open, and this run needs at least 65" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.endswith("error: this process may have only 15 files open, and a run of this size may need 16; " + REMEDY)

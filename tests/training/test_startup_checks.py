@@ -136,6 +136,7 @@ def test_a_run_on_gpus_whose_streams_share_one_queue_is_warned(
         ("flags: sse2 avx512f avx512_vnni", "bf16", "cpu", True),
         ("flags: sse2 avx512f avx512_bf16", "bf16", "cpu", False),
         ("flags: sse2 amx_bf16 amx_tile", "bf16", "cpu", False),
+        ("flags: sse2 avx2 avx_ne_convert", "bf16", "cpu", False),
         ("Features: asimd", "bf16", "cpu", False),  # not known of other processors
         (None, "bf16", "cpu", False),
         ("flags: sse2 avx512f", "fp16", "cpu", False),

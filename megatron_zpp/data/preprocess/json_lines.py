@@ -94,6 +94,7 @@ class Source:
         self.path = path
         self._reads_stdin = path == STANDARD_INPUT
         descriptor = sys.stdin.fileno() if self._reads_stdin else open_regular(path)
+        os.set_blocking(descriptor, True)  # otherwise a pause of what writes standard input would look like its end
         self._file = io.BufferedReader(_RawFile(descriptor, closefd=not self._reads_stdin))
         self._read_bytes = 0
         self._head = self._file.peek(MAGIC_BYTES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from megatron_zpp.parallel.joining.place import JoinError, Place, PortInUse, is_
 
 POLL_SECONDS = 0.2
 ASK_SECONDS = 5.0  # for the holder of a port to say who it is
-CONNECTIONS_PER_RANK = 4  # two to the store, and those of process groups
 PREFIX = "megatron_zpp"
 HERE = "127.0.0.1"
 LIBUV_TAKES_SOCKETS = "2.8"  # the version of torch from which on its default store does; the other one always did
@@ -34,7 +32,6 @@ def held_store(place: Place, invitation: Invitation, timeout: timedelta) -> dist
         listening = place.listen()
     except PortInUse:
         raise JoinError(_port_is_in_use(place)) from None
-    _allow_connections(invitation.rank_0.world_size * CONNECTIONS_PER_RANK)
     store = dist.TCPStore(
         HERE,
         place.port,
@@ -103,10 +100,3 @@ def _holder(address: str, port: int) -> Member | None:
         return answer_within(ASK_SECONDS, ask)
     except (NoAnswer, RuntimeError, ForeignEntry):
         return None
-
-
-def _allow_connections(count: int) -> None:
-    """Lets this process have so many open files more, as far as the system allows; many shells allow 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft if soft == resource.RLIM_INFINITY else max(soft, 1024 + count)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

@@ -88,6 +88,16 @@ def test_standard_input_is_decompressed_even_if_its_first_write_is_short(
         assert b"".join(batch.text for batch in line_batches(["-"], Position())) == b"a\nb\n"
 
 
+def test_a_pause_on_standard_input_that_does_not_block_is_not_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with os.fdopen(reading) as stdin, os.fdopen(writing, "wb", 0) as pipe:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        pipe.write(b"a\nb\n")
+        with Source("-"):
+            assert os.get_blocking(reading)
+
+
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress])
 def test_a_line_that_is_too_long_for_memory_is_refused_with_its_place(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "lines.jsonl"
