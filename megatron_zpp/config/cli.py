@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from megatron_zpp.config.flag import REQUIRED, Bounds, FlagError, any_of, check_value
 from megatron_zpp.config.obsolete import ACCEPTED, AcceptedFlag, accepted_flag, notice, remedy_of_refused
 from megatron_zpp.config.options import Option, options
-from megatron_zpp.config.rules_context import unavailable_exchange
+from megatron_zpp.config.rules_context import check_exchange
 from megatron_zpp.config.schema import GROUPS, Config
 
 PROGRAM = "pretrain_zeropp_gpt.py"
@@ -42,7 +42,10 @@ def parse_flags(argv: Sequence[str]) -> Config:
     accepted = {spelling: found for spelling in occurrences if (found := accepted_flag(spelling)) is not None}
     mistakes += _about_refused_values(accepted, occurrences)
     config = Config().with_values(**values)
-    mistakes += unavailable_exchange(config)
+    try:
+        check_exchange(config)
+    except FlagError as error:
+        mistakes.append(str(error))
     if mistakes:
         raise FlagError("\n".join(mistakes))
     notices = tuple(notice(spelling, found) for spelling, found in accepted.items())

@@ -39,15 +39,10 @@ def check_resolved(config: Config) -> None:
 
 
 def check_exchange(config: Config) -> None:
-    for refusal in unavailable_exchange(config):
-        raise FlagError(refusal)
-
-
-def unavailable_exchange(config: Config) -> Iterator[str]:
-    """One sentence if samples are divided and --cp-comm-type asks for another exchange than that of tokens for heads."""
+    """Raises FlagError if samples are divided and --cp-comm-type asks for another exchange than that of tokens for heads."""
     kind = config.distributed.cp_comm_type
     if config.distributed.context_parallel_size > 1 and kind in UNAVAILABLE:
-        yield (
+        raise FlagError(
             f"--cp-comm-type {kind} is not available, because {UNAVAILABLE[kind]}; choose --cp-comm-type a2a, which exchanges tokens for "
             "heads, or leave it out."
         )
