@@ -99,7 +99,7 @@ class Build:
             "flags": self.compiler_flags(),
             "cuda architectures": self.cuda_architectures,
             "architecture": platform.machine(),
-            "processor": "any" if self.portable else _processor_features(),
+            "processor": "any" if self.portable else processor_features(),
         }
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -323,10 +323,13 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     return Path(cache) / "megatron_zpp"
 
 
-def _processor_features() -> str:
-    """A text that differs between processors for which -march=native gives different code. Nodes may share the folder of builds."""
+def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Vendor, model and instructions of the processor, as Linux names them.
+
+    The text differs between processors for which -march=native gives different code; nodes may share the folder of builds.
+    """
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = cpuinfo.read_text().splitlines()
     except OSError:
         return platform.processor()
     labels = ("vendor_id", "cpu family", "model", "flags", "Features")

@@ -25,6 +25,7 @@ from megatron_zpp.monitor.available_memory import bytes_for_rank
 from megatron_zpp.monitor.output_file import create_new, remedy_for
 from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.ops.apex import check_apex
+from megatron_zpp.ops.build import processor_features
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.ranks_in_words import first_of, ranks_in_words
@@ -111,12 +112,12 @@ def about_one_queue(device: torch.device) -> str:
     )
 
 
-def about_slow_bf16(config: Config, device: torch.device, processor: Path = Path("/proc/cpuinfo")) -> str:
+def about_slow_bf16(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """A warning if the run is in bf16 on x86 processors that do not multiply it natively."""
-    if device.type != "cpu" or working_dtype(config.precision) != torch.bfloat16 or not processor.exists():
+    if device.type != "cpu" or working_dtype(config.precision) != torch.bfloat16:
         return ""
-    text = processor.read_text()
-    if "flags" not in text or any(instructions in text for instructions in BF16_INSTRUCTIONS):
+    features = processor_features(cpuinfo)
+    if "flags" not in features or any(instructions in features for instructions in BF16_INSTRUCTIONS):
         return ""
     return (
         f"WARNING: this processor has no instructions for bf16 ({any_of(BF16_INSTRUCTIONS)}), so products in bf16 are slower than in fp32; "

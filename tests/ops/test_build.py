@@ -58,7 +58,7 @@ def test_a_new_torch_processor_or_flag_changes_the_key(monkeypatch: pytest.Monke
         (torch.version, "git_version", "another"),
         (torch.version, "cuda", "99.9"),
         (torch, "compiled_with_cxx11_abi", lambda: "another"),
-        (build_module, "_processor_features", lambda: "another"),
+        (build_module, "processor_features", lambda: "another"),
         (build_module, "COMPILER_FLAGS", ("-O0",)),
     ]:
         with monkeypatch.context() as patch:
