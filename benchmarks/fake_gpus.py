@@ -33,6 +33,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     os.environ.update(variables)
+    os.environ.setdefault("PYTHON", sys.executable)  # for scripts that start Python
     try:
         os.execvp(options.command[0], options.command)
     except OSError as error:

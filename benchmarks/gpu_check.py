@@ -4,8 +4,9 @@
 
 Needs torch, numpy and nvcc. Every part is a process of its own with a time limit; if one fails, hangs or is killed, the others still run.
 Results are written as they come: FOLDER/gpu_check.json with every part that has ended, gpu_check.txt for people, and parts/NAME.json of
-a part that runs. What this machine cannot do is listed with the reason. Exit code: 1 if a check failed, 3 if none did but something did not
-end in time, else 0. benchmarks/README.md says how to read the results.
+a part that runs. What is printed has less than 12,000 characters, the most important last. What this machine cannot do is listed with the
+reason. Exit code: 4 if there is no GPU, else 1 if a check failed, 3 if none did but something did not end in time, else 0.
+benchmarks/README.md says how to read the results.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gpu.part_process import run_part  # noqa: E402
 from gpu.parts import Part, all_parts, chosen  # noqa: E402
 from gpu.rank_processes import FOUND_VARIABLE  # noqa: E402
 from gpu.runner import Runner  # noqa: E402
+from gpu.texts import printed  # noqa: E402
 from gpu.version import commit, source_digest  # noqa: E402
 
 DEFAULT_LIMIT_SECONDS = 470.0
@@ -46,8 +48,9 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda received, frame: runner.interrupt(f"ended by {signal.Signals(received).name}"))
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOUND_VARIABLE] = str(Path(folder, "sharing.json"))
-        code = runner.run(chosen(options.parts, longer=max(1.0, options.limit_seconds / DEFAULT_LIMIT_SECONDS)))
-    print(f"\n{(options.output / 'gpu_check.txt').read_text(encoding='utf-8').partition('== ')[0].strip()}")
+        longer = max(1.0, options.limit_seconds / DEFAULT_LIMIT_SECONDS)
+        code = runner.run(chosen(options.parts, on_cpu=options.on_cpu, longer=longer))
+    print(f"\n{printed(runner.reports, str(options.output / 'gpu_check.txt'))}")
     return code
 
 
@@ -60,7 +63,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bash benchmarks/gpu_check.sh", description="Checks and measures this repository on a GPU.", allow_abbrev=False
     )
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)} (default: all)")
+    asked_for = ", ".join(name for name, part in all_parts().items() if not part.is_default)
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=names,
+        default=(),
+        metavar="PART",
+        help=f"of {', '.join(names)} (default: all but {asked_for})",
+    )
+    parser.add_argument("--on-cpu", action="store_true", help="run the parts even if there is no GPU, at tiny size on the CPU")
     parser.add_argument(
         "--limit-seconds",
         type=float,
@@ -77,6 +89,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     for name in ("limit_seconds", "seconds"):
         if not getattr(options, name) > 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is not a time; give seconds above 0")
+    if options.apex_sources is not None and "apex" not in options.parts:
+        parser.error("--apex-sources is for the part apex, which is not among --parts; add it there")
     return options
 
 

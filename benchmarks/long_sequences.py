@@ -61,7 +61,7 @@ class RunFailed(RuntimeError):
     """A run did not end well; the text is the last line of each rank that failed."""
 
     def __init__(self, ended: Sequence[Ended]) -> None:
-        super().__init__("\n".join(end.said.rstrip().rpartition("\n")[2] for end in ended if end.code != 0))
+        super().__init__("\n".join(end.said[-1] for end in ended if end.code != 0 and end.said))
 
 
 def main() -> None:

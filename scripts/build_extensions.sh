@@ -7,7 +7,7 @@ usage() {
     cat <<'TEXT'
 bash scripts/build_extensions.sh [--no-venv] [--portable]
 
-  --no-venv    use the active environment instead of .venv
+  --no-venv    use the active environment instead of .venv; it needs torch and setuptools, and nothing is installed
   --portable   for every processor of this architecture rather than for this one; slower
 
 Needs a compiler for the C++ standard of the installed torch (2.13: C++20, such as GCC 11 or clang 14; CXX names another compiler).
@@ -31,5 +31,11 @@ for argument in "$@"; do
     esac
 done
 
-prepare_environment "$use_venv" requirements.txt
-exec python -m megatron_zpp.ops.extension ${arguments[@]+"${arguments[@]}"}
+if [[ "$use_venv" == yes ]]; then
+    prepare_environment yes requirements.txt
+else
+    use_active_python
+    python -c 'import setuptools, torch; assert torch.__version__ >= (2, 6)' >/dev/null ||
+        stop "the active Python lacks torch 2.6 or newer, or setuptools; install them, or leave --no-venv out."
+fi
+python -m megatron_zpp.ops.extension ${arguments[@]+"${arguments[@]}"}

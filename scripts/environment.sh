@@ -16,10 +16,15 @@ prepare_environment() {
         make_venv
         install_if_changed "$@"
     else
-        command -v python >/dev/null || python() { python3 "$@"; }
-        require_python python
+        use_active_python
         has_requirements "$@" || install "$@"
     fi
+}
+
+# Where only python3 is on PATH, `python` is a function, so `exec python` does not work.
+use_active_python() {
+    command -v python >/dev/null || python() { python3 "$@"; }
+    require_python python
 }
 
 make_venv() {

@@ -70,6 +70,7 @@ State& state() {
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local bool is_capturing = false;
+thread_local bool is_capture_broken = false;  // a call came in between that a GPU cannot put into a graph
 
 struct Call {
   dim3 grid, block;
@@ -108,6 +109,15 @@ cudaError_t noted(cudaError_t error) {
     last_error = error;
   }
   return error;
+}
+
+// A wait of the host, which breaks a capture that is under way in this thread.
+cudaError_t wait() {
+  if (is_capturing) {
+    is_capture_broken = true;
+    return noted(cudaErrorStreamCaptureUnsupported);
+  }
+  return counted("wait of the host");
 }
 
 bool holds(const Blocks& blocks, const void* pointer) {
@@ -161,17 +171,18 @@ void unpin(void* pointer) {
 
 // Copies to the host bring what the GPU holds, which is zeros. The host waits for copies of memory that is not pinned.
 cudaError_t copy(void* to, const void* from, size_t bytes, bool waits) {
-  const std::lock_guard<std::mutex> hold(state().mutex);
-  const bool is_up = holds(state().on_device, to), is_down = holds(state().on_device, from);
-  const bool is_pageable = is_up != is_down && !holds(state().pinned, is_up ? from : to);
-  ++state().counts[is_up && is_down ? "copy on the GPU" : is_up ? "copy to the GPU" : "copy to the host"];
-  if (waits || is_pageable) {
-    ++state().counts["wait of the host"];
+  bool is_up;
+  {
+    const std::lock_guard<std::mutex> hold(state().mutex);
+    is_up = holds(state().on_device, to);
+    const bool is_down = holds(state().on_device, from);
+    waits |= is_up != is_down && !holds(state().pinned, is_up ? from : to);
+    ++state().counts[is_up && is_down ? "copy on the GPU" : is_up ? "copy to the GPU" : "copy to the host"];
   }
   if (!is_up) {
     std::memcpy(to, from, bytes);
   }
-  return cudaSuccess;
+  return waits ? wait() : cudaSuccess;
 }
 
 cudaError_t launch(const void* kernel, dim3 grid, dim3 block) {
@@ -306,7 +317,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   if (greatest != nullptr) *greatest = kGreatestPriority;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() { return counted("wait of the host"); }
+cudaError_t cudaDeviceSynchronize() { return wait(); }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   static const std::map<int, int> values{
       {cudaDevAttrComputeCapabilityMajor, gpus().capability / 10},
@@ -462,7 +473,7 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return counted("wait of the host"); }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return wait(); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return counted("wait of a stream"); }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
   function(stream, cudaSuccess, data);
@@ -492,21 +503,24 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
   return counted("event");
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return counted("wait of the host"); }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return wait(); }
 
-// Graphs
+// Graphs. They hold nothing, because a launch computes nothing; but torch takes a null graph for none.
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
   is_capturing = true;
+  is_capture_broken = false;
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
   is_capturing = false;
-  *graph = nullptr;
-  return cudaSuccess;
+  *graph = is_capture_broken ? nullptr : reinterpret_cast<cudaGraph_t>(&state());
+  return noted(is_capture_broken ? cudaErrorStreamCaptureInvalidated : cudaSuccess);
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = !is_capturing         ? cudaStreamCaptureStatusNone
+            : is_capture_broken   ? cudaStreamCaptureStatusInvalidated
+                                  : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
 cudaError_t cudaStreamGetCaptureInfo(
@@ -518,7 +532,7 @@ cudaError_t cudaStreamGetCaptureInfo(
     const cudaGraphEdgeData**,
     size_t*) {
   if (id != nullptr) *id = 1;
-  if (graph != nullptr) *graph = nullptr;
+  if (graph != nullptr) *graph = reinterpret_cast<cudaGraph_t>(&state());
   return cudaStreamIsCapturing(stream, status);
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
@@ -530,7 +544,7 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* nodes) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* graph, cudaGraph_t, unsigned long long) {
-  *graph = nullptr;
+  *graph = reinterpret_cast<cudaGraphExec_t>(&state());
   return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return counted("launch of a graph"); }

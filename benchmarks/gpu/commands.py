@@ -12,12 +12,11 @@ from pathlib import Path
 from gpu.deadline import Deadline
 
 ROOT = Path(__file__).resolve().parents[2]
-LAST_CHARACTERS = 3000
 
 
 @dataclass(frozen=True)
 class Done:
-    """code: None if the program was killed because its time was over. said: the end of what it printed."""
+    """code: None if the program was killed because its time was over. said: everything that it printed."""
 
     code: int | None
     said: list[str]
@@ -25,19 +24,15 @@ class Done:
 
 def run_program(words: list[str], time: Deadline, environment: Mapping[str, str] = os.environ) -> Done:
     """Runs the program until it ends or the time is over."""
-    process = subprocess.Popen(words, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(words, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         said, _ = process.communicate(timeout=max(1.0, time.remaining_seconds()))
         code: int | None = process.returncode
     except subprocess.TimeoutExpired as error:
         process.kill()
-        said, code = _text(error.stdout), None
-    return Done(code, said[-LAST_CHARACTERS:].strip().splitlines())
+        said, code = error.stdout or b"", None
+    return Done(code, said.decode(errors="replace").strip().splitlines())
 
 
 def python(*words: str) -> list[str]:
     return [sys.executable, *words]
-
-
-def _text(said: str | bytes | None) -> str:
-    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""

@@ -109,8 +109,8 @@ def _try(outcome: Outcome, place: Place, case: Case, losses: dict[str, list[floa
     losses[case.name] = found
     kernels = attention_kernels(_kernels(session, place))
     session.close()
-    outcome.check(f"{case.name} trains: loss {found[0]:.4f} to {found[-1]:.4f}", holds=found[-1] < found[0])
-    outcome.say(f"    attention by {', '.join(kernels) or 'kernels without a name of their own'}")
+    named = ", ".join(kernels) or "kernels without a name of their own"
+    outcome.check(f"{case.name} trains: loss {found[0]:.4f} to {found[-1]:.4f}, attention by {named}", holds=found[-1] < found[0])
     outcome.measure(**{case.name: {"losses": found, "attention": kernels}})
     if case.shows is not None and place.is_gpu:
         outcome.check(f"{case.name}: the kernels of attention are those asked for", holds=case.shows(kernels))

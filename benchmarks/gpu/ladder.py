@@ -200,8 +200,7 @@ def _compare(outcome: Outcome, some: Run, of_ranks: list[Bits], found: dict[str,
         return
     outcome.check(f"'{some.name}': all ranks have the same weights and losses", holds=all(own.same(other) for other in of_ranks))
     losses = [loss for loss, _ in own.history]
-    outcome.check(f"'{some.name}' trains: loss {losses[0]:.4f} to {losses[-1]:.4f}", holds=losses[-1] < losses[0])
-    if some.delay_seed is not None:
-        outcome.say(f"    {sum(bits.delays for bits in of_ranks)} delays of up to {DELAY_SECONDS * 1e3:.0f} ms")
+    delays = f", {sum(bits.delays for bits in of_ranks)} delays" if some.delay_seed is not None else ""
+    outcome.check(f"'{some.name}' trains: loss {losses[0]:.4f} to {losses[-1]:.4f}{delays}", holds=losses[-1] < losses[0])
     if some.same_as in found:
         outcome.check(f"'{some.name}' has the bits of '{some.same_as}'", holds=own.same(found[some.same_as]))

@@ -15,13 +15,18 @@ from gpu.outcome import Outcome
 LOADS = (
     "from megatron_zpp.ops import extension as e; e.load(); print(e.report('{device}')); print('kernels:', e.has_kernels_for('{device}'))"
 )
+FIRST_ERRORS = 20  # lines that are said first
 
 
 def run(time: Deadline, outcome: Outcome) -> None:
     start = clock.monotonic()
     built = run_program(python("-m", "megatron_zpp.ops.extension"), time)
     outcome.measure(build_seconds=round(clock.monotonic() - start, 1))
-    outcome.say(*built.said)
+    if built.code == 0:
+        outcome.say(*built.said[-1:])
+    else:  # an error of a compiler may stand anywhere
+        errors = [line for line in built.said if "error" in line.lower()]
+        outcome.say(*errors[:FIRST_ERRORS], "the whole output of the build:", *built.said)
     if built.code is None:
         outcome.ran_late("the end of the build")
         return

@@ -87,11 +87,11 @@ def compare_runs(
     for finished in run_entries([some.entry for some in runs], RANKS, sharing, time, run_seconds=RUN_SECONDS, environment=environment):
         some = by_name[finished.entry.name]
         if finished.is_late:
-            outcome.say(f"'{some.name}' does not end within {RUN_SECONDS:.0f} s", *finished.errors[-40:])
+            outcome.say(f"'{some.name}' does not end within {RUN_SECONDS:.0f} s", *finished.errors)
             continue
         tried.append(some.name)
         if not outcome.check(f"'{some.name}' ends well", holds=not finished.errors):
-            outcome.say(*finished.errors[-40:])
+            outcome.say(*finished.errors)
             continue
         found[some.name] = finished
         outcome.measure(losses={name: one.losses for name, one in found.items()})

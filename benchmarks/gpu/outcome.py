@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 PASSED, FAILED, NOT_DONE, CUT_SHORT, UNFINISHED = "passed", "failed", "not done", "cut short", "unfinished"
@@ -21,7 +22,7 @@ def nothing(outcome: Outcome) -> None:
 class Outcome:
     """Lines for people, numbers for programs, and failed checks. A part without failed checks has passed.
 
-    omissions: what this machine could not do, and why. late: what there was no time for.
+    omissions: what this machine could not do, and why. late: what there was no time for. folder: for files that go with the report.
     keep: called with the outcome after every change, so that a part that is killed loses nothing that it has found.
     """
 
@@ -30,6 +31,7 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
     omissions: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
+    folder: Path = field(default_factory=Path)
     keep: Callable[[Outcome], None] = nothing
 
     def check(self, statement: str, *, holds: bool) -> bool:

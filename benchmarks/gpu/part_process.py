@@ -16,7 +16,7 @@ LAST_LINES = 30  # of a traceback
 def run_part(name: str, seconds: float, file: Path) -> None:
     """Writes the outcome of gpu.`name` to `file` after every change, and at last with its status."""
     time = Deadline(seconds)  # before torch is imported, which takes seconds; the runner counts them
-    outcome = Outcome(keep=lambda now: write_json(file, now.as_json(UNFINISHED)))
+    outcome = Outcome(folder=file.parent.parent, keep=lambda now: write_json(file, now.as_json(UNFINISHED)))
     outcome.keep(outcome)
     try:
         importlib.import_module(f"gpu.{name}").run(time, outcome)

@@ -20,7 +20,15 @@ from gpu.deadline import Deadline
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # for the other ranks to print their errors
 KILL_SECONDS = 10.0
-LAST_CHARACTERS = 1500  # of what a rank has printed
+LAST_LINES = 60  # of what a rank has printed: a traceback, and before it the warnings of NCCL
+# For ranks that are all on this machine. NCCL says why it refuses; and it looks for no other network, which may not be there.
+VARIABLES = {
+    "NCCL_DEBUG": "WARN",
+    "NCCL_SOCKET_IFNAME": "=lo",  # this interface alone, not all whose names begin so
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -46,12 +54,12 @@ FOUND_VARIABLE = "GPU_CHECK_SHARING"  # names the file in which a part leaves ho
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank has ended. code: None if it was still running. seconds: since the start of all. said: the end of what it printed."""
+    """How a rank has ended. code: None if it was still running. seconds: since the start of all. said: the last lines that it printed."""
 
     rank: int
     code: int | None
     seconds: float
-    said: str
+    said: list[str]
 
 
 class Ranks:
@@ -87,7 +95,7 @@ class Ranks:
     def ended(self) -> list[Ended]:
         now = clock.monotonic() - self._start
         return [
-            Ended(rank, code, self._ended_at.get(rank, now), self._logs[rank].read_text(errors="replace")[-LAST_CHARACTERS:])
+            Ended(rank, code, self._ended_at.get(rank, now), self._logs[rank].read_text(errors="replace").splitlines()[-LAST_LINES:])
             for rank, code in enumerate(self.codes())
         ]
 
@@ -131,7 +139,7 @@ def ran_out_of_time(ended: Sequence[Ended]) -> bool:
 
 
 def in_words(ended: Sequence[Ended]) -> list[str]:
-    return [line for end in ended for line in [f"[rank {end.rank}, exit code {end.code}]", *end.said.splitlines()[-12:]]]
+    return [line for end in ended for line in [f"[rank {end.rank}, exit code {end.code}]", *end.said]]
 
 
 def write_job(job: Path, flags: Sequence[Sequence[str]]) -> None:
@@ -150,6 +158,7 @@ def _started(words: Sequence[str], log: Path, environment: dict[str, str]) -> su
 def _environment(rank: int, world_size: int) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "SLURM", "OMPI", "PMI"))}
     return {
+        **VARIABLES,
         **inherited,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -52,7 +52,7 @@ def check_runs(time: Deadline, outcome: Outcome, folder: Path, world_size: int, 
     found: dict[str, Finished] = {}
     for finished in run_entries(entries, world_size, sharing, time, run_seconds=RUN_SECONDS):
         if finished.is_late:
-            outcome.say(f"the run that {finished.entry.name} does not end within {RUN_SECONDS:.0f} s", *finished.errors[-40:])
+            outcome.say(f"the run that {finished.entry.name} does not end within {RUN_SECONDS:.0f} s", *finished.errors)
             continue
         found[finished.entry.name] = finished
         _compare(outcome, finished, found, f"{world_size} ranks" if world_size > 1 else "one rank")
@@ -69,7 +69,7 @@ def _folder(folder: Path, name: str) -> Path:
 def _compare(outcome: Outcome, finished: Finished, found: dict[str, Finished], ranks: str) -> None:
     name = finished.entry.name
     if not outcome.check(f"{ranks}: the run that {name} ends well", holds=not finished.errors):
-        outcome.say(*finished.errors[-40:])
+        outcome.say(*finished.errors)
         return
     resumes = "resumes" in name
     if name != PLAIN and PLAIN in found:

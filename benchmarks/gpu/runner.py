@@ -23,10 +23,11 @@ from typing import Any
 
 from gpu.deadline import Deadline
 from gpu.files import read_json, write_json, write_text
-from gpu.outcome import CUT_SHORT, FAILED, UNFINISHED, Outcome, report
+from gpu.outcome import CUT_SHORT, FAILED, NOT_DONE, PASSED, UNFINISHED, Outcome, report
 from gpu.parts import Part, Wave
+from gpu.texts import part_lines, reasons, status_line, summary_lines
 
-PASSED_CODE, FAILED_CODE, LATE_CODE = 0, 1, 3
+PASSED_CODE, FAILED_CODE, LATE_CODE, USELESS_CODE = 0, 1, 3, 4
 LAST_LINES = 30  # of what a part that died has printed
 KILL_SECONDS = 10.0
 END_SECONDS = 5.0  # of the whole limit, for killing and writing
@@ -72,24 +73,29 @@ class Runner:
         self._about = about
         self._say = say
         self._running: list[Running] = []
-        self._names: list[str] = []
+        self._parts: list[Part] = []
         self._interrupted = ""
         self.reports: dict[str, dict[str, Any]] = {}
         (output / "parts").mkdir(parents=True, exist_ok=True)
 
     def run(self, waves: Sequence[Wave]) -> int:
-        """Runs all waves and returns the exit code: 1 if anything failed, else 3 if something did not end in time, else 0."""
-        self._names = [part.name for wave in waves for part in wave]
+        """Runs all waves and returns the exit code: 1 if anything failed, else 3 if something did not end in time, else 0.
+
+        If a part without which no other makes sense does not pass, it is the last; code 4 if the machine could not do it.
+        """
+        self._parts = [part for wave in waves for part in wave]
         self._write_summary()
         with tempfile.TemporaryDirectory() as logs:
             for wave in waves:
                 self._start_wave(wave, Path(logs))
                 self._wait_while(lambda: any(not running.part.is_in_background for running in self._running))
+                if any(part.is_needed and self.reports[part.name]["status"] != PASSED for part in wave):
+                    break
             self._wait_while(lambda: bool(self._running))
         self._write_summary()
         with suppress(OSError):  # a part that could not be killed has left a file
             (self._output / "parts").rmdir()
-        return exit_code(self.reports)
+        return self._exit_code()
 
     def interrupt(self, reason: str) -> None:
         """Ends what runs and starts nothing more. May be called by a signal handler, while `run` is under way."""
@@ -116,7 +122,7 @@ class Runner:
             time.sleep(POLL_SECONDS)
 
     def _start(self, part: Part, seconds: float, logs: Path) -> None:
-        self._say(f"== {part.name} starts: {part.says} (about {part.estimate_seconds:.0f} s, at most {seconds:.0f})")
+        self._say(f"== {part.name} starts (about {part.estimate_seconds:.0f} s, at most {seconds:.0f})")
         result, log = self._output / "parts" / f"{part.name}.json", logs / f"{part.name}.txt"
         result.unlink(missing_ok=True)
         command = self._command(part, max(part.least_seconds / 2, seconds - OWN_END_SECONDS), result)
@@ -153,22 +159,26 @@ class Runner:
 
     def _end(self, name: str, found: dict[str, Any], seconds: float) -> None:
         self.reports[name] = {**found, "seconds": round(seconds, 1)}
-        self._say("\n".join(part_lines(name, self.reports[name])))
+        self._say(status_line(name, self.reports[name]))
         self._write_summary()
         (self._output / "parts" / f"{name}.json").unlink(missing_ok=True)
+
+    def _exit_code(self) -> int:
+        is_useless = any(part.is_needed and self.reports.get(part.name, {}).get("status") == NOT_DONE for part in self._parts)
+        return USELESS_CODE if is_useless else exit_code(self.reports)
 
     def _write_summary(self) -> None:
         seconds = round(self._limit_seconds - self._time.remaining_seconds(), 1)
         machine = self.reports.get("machine", {}).get("measured", {})
-        unfinished = [name for name in self._names if name not in self.reports]
+        unfinished = [part.name for part in self._parts if part.name not in self.reports]
         summary = {
             **self._about,
             "machine": machine,
             "limit_seconds": self._limit_seconds,
             "seconds": seconds,
-            "exit_code": exit_code(self.reports) or (LATE_CODE if unfinished else PASSED_CODE),
+            "exit_code": self._exit_code() or (LATE_CODE if unfinished else PASSED_CODE),
             "unfinished": unfinished,
-            "could_not_do": [line for name, found in self.reports.items() for line in _reasons(name, found)],
+            "could_not_do": reasons(self.reports),
             "parts": self.reports,
         }
         write_json(self._output / "gpu_check.json", summary)
@@ -204,18 +214,3 @@ def exit_code(reports: dict[str, dict[str, Any]]) -> int:
     statuses = {found["status"] for found in reports.values()}
     late = any(found["late"] for found in reports.values())
     return FAILED_CODE if FAILED in statuses else LATE_CODE if CUT_SHORT in statuses or late else PASSED_CODE
-
-
-def summary_lines(reports: dict[str, dict[str, Any]]) -> list[str]:
-    """A line per part, then every failure, and everything that was not done, with its reason."""
-    lines = [f"{name}: {found['status']} ({found['seconds']} s)" for name, found in reports.items()]
-    lines += [f"FAILED, {name}: {failure}" for name, found in reports.items() for failure in found["failures"]]
-    return lines + [line for name, found in reports.items() for line in _reasons(name, found)]
-
-
-def _reasons(name: str, found: dict[str, Any]) -> list[str]:
-    return [f"could not do, {name}: {why}" for why in found["omissions"]] + [f"no time for, {name}: {why}" for why in found["late"]]
-
-
-def part_lines(name: str, found: dict[str, Any]) -> list[str]:
-    return [f"== {name}: {found['status']} ({found['seconds']} s)", *found["lines"], *_reasons(name, found)]

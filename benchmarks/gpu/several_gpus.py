@@ -39,7 +39,7 @@ def measure(time: Deadline, outcome: Outcome, world_size: int, flags: str, limit
             outcome.ran_late(f"the end of {world_size} ranks with {name}")
             continue
         if not outcome.check(f"{world_size} ranks train with {name}", holds=found is not None):
-            outcome.say(*in_words(ended)[-40:])
+            outcome.say(*in_words(ended))
             continue
         outcome.measure(**{name: found})
         outcome.say(*_lines(name, found))

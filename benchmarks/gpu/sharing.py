@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -26,6 +27,7 @@ from gpu.rank_processes import (
 
 PROGRAM = str(Path(__file__).with_name("smoke_program.py"))
 SMOKE_SECONDS = 60.0
+REFUSAL = "NCCL WARN"  # in a line in which NCCL says why
 
 
 def working_sharing(time: Deadline, outcome: Outcome, world_size: int) -> Sharing:
@@ -39,9 +41,10 @@ def working_sharing(time: Deadline, outcome: Outcome, world_size: int) -> Sharin
         outcome.omit("NCCL: torch finds no GPU here; the ranks ran on the CPU over gloo")
     found = _found(time, list(ways.values()), world_size)
     if found["way"] is None:
+        outcome.say(*found["said"])
         if found["is_late"]:
             outcome.ran_late(f"an exchange of numbers among {world_size} ranks")
-        raise NotDone("\n".join([f"{world_size} ranks did not exchange numbers over NCCL on the GPUs of this machine", *found["said"]]))
+        raise NotDone(f"{world_size} ranks did not exchange numbers over NCCL on the GPUs of this machine: {found['why']}")
     way = ways[found["way"]]
     outcome.say(f"{world_size} ranks share {gpus} GPUs: {way.name}")
     outcome.measure(sharing=way.name)
@@ -49,23 +52,36 @@ def working_sharing(time: Deadline, outcome: Outcome, world_size: int) -> Sharin
 
 
 def _found(time: Deadline, ways: list[Sharing], world_size: int) -> dict[str, Any]:
-    """The name of the first way that works, and what the ways before it have said. Tries them unless an earlier part has."""
+    """The name of the first way that works, and what the ways before it have said. Tries them unless another part has, or is doing so.
+
+    Then its report has what they said.
+    """
     file = os.environ.get(FOUND_VARIABLE)
-    known = read_json(Path(file)) if file else None
-    if known is not None and known["ranks"] == world_size:
-        return dict(known)
-    had_time = time.has(len(ways) * SMOKE_SECONDS)
-    found: dict[str, Any] = {"ranks": world_size, "way": None, "is_late": False, "said": []}
+    if file is None:
+        return _search(time, ways, world_size)
+    with open(f"{file}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = read_json(Path(file))
+        if known is not None and known["ranks"] == world_size:
+            return {**known, "said": []}
+        had_time = time.has(len(ways) * SMOKE_SECONDS)
+        found = _search(time, ways, world_size)
+        if had_time or not found["is_late"]:  # otherwise a later part may have more time
+            write_json(Path(file), found)
+        return found
+
+
+def _search(time: Deadline, ways: list[Sharing], world_size: int) -> dict[str, Any]:
+    said: list[str] = []
+    is_late = False
     for way in ways:
         ended = _tried(time, way, world_size)
         if all(end.code == 0 for end in ended):
-            found["way"] = way.name
-            break
-        found["is_late"] |= ran_out_of_time(ended)
-        found["said"] += [f"{way.name}:", *in_words(ended)]
-    if file and (had_time or found["way"] is not None):  # otherwise a later part may have more time
-        write_json(Path(file), found)
-    return found
+            return {"ranks": world_size, "way": way.name, "is_late": False, "said": said, "why": ""}
+        is_late |= ran_out_of_time(ended)
+        said += [f"{way.name}:", *in_words(ended)]
+    why = next((line for line in said if REFUSAL in line), "the first of these parts has what they said")
+    return {"ranks": world_size, "way": None, "is_late": is_late, "said": said, "why": why}
 
 
 def _tried(time: Deadline, way: Sharing, world_size: int) -> list[Ended]:

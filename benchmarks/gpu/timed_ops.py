@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ Op = tuple[str, str, Make]  # codes, name, call
 
 EXACT = "bf16"
 VOCABULARY = 50304  # columns of logits
+SEED = 1  # which quotients take an encoder's slower way depends on the values
 # Those with so little arithmetic that a copy's rate is within reach. A rotation adds 8 steps or more to each value, an exponential about as
 # many; the gradient of logits has one for every 4 bytes, their parts one for every 2.
 BOUND_BY_MEMORY = {
@@ -35,20 +36,30 @@ def timed_ops(slices: int, run_numel: int, block_numel: int, device: str = "cuda
         yield from _gaussian(slices, run_numel, bits, rounds, device)
 
 
+def normal(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random values, by a generator of their own: after a capture that failed, torch's can no longer be used."""
+    return torch.randn(*shape, device=device, dtype=dtype, generator=_generator(device))
+
+
+@cache
+def _generator(device: str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(SEED)
+
+
 def _exact(slices: int, run_numel: int, device: str) -> Iterator[Op]:
     """Kernels of values that are not quantized."""
 
     def drop() -> tuple[Call, int]:
         from megatron_zpp.ops.dropout import dropout, mask_start
 
-        values = torch.randn(slices * run_numel, device=device, dtype=torch.bfloat16)
+        values = normal(slices * run_numel, device=device, dtype=torch.bfloat16)
         return partial(dropout, values, mask_start(2**62, 3), 0.1), 2 * values.nbytes
 
     def mean(members: int, dtype: torch.dtype = torch.float32) -> tuple[Call, int]:
         """Added to the values that it is written over, in fp32."""
         from megatron_zpp.ops.means import mean_values
 
-        values = torch.randn(members, slices, run_numel, device=device, dtype=torch.bfloat16)
+        values = normal(members, slices, run_numel, device=device, dtype=torch.bfloat16)
         means, is_added = torch.zeros(slices, run_numel, dtype=dtype, device=device), dtype == torch.float32
         return partial(mean_values, values, means, accumulate=is_added), values.nbytes + (2 if is_added else 1) * means.nbytes
 
@@ -66,7 +77,7 @@ def _loss(numel: int, device: str) -> Iterator[Op]:
     columns = Columns(0, min(numel, VOCABULARY))
 
     def inputs() -> tuple[Tensor, TokenTerms]:
-        logits = torch.randn(numel // columns.entries, columns.entries, device=device, dtype=torch.bfloat16)
+        logits = normal(numel // columns.entries, columns.entries, device=device, dtype=torch.bfloat16)
         labels = torch.arange(len(logits), device=device) % columns.entries
         largest, sums, grad_loss = torch.ones(3, len(logits), device=device).unbind()
         return logits, TokenTerms(labels, largest, sums, grad_loss)
@@ -105,13 +116,13 @@ def _in_blocks(slices: int, run_numel: int, block_numel: int, bits: int, device:
 
     def payloads(*shape: int) -> Tensor:
         made = torch.empty(*shape, row_bytes, dtype=torch.uint8, device=device)
-        values = torch.randn(slices, run_numel, device=device, dtype=torch.bfloat16)
+        values = normal(slices, run_numel, device=device, dtype=torch.bfloat16)
         for member in made.view(-1, slices, row_bytes):
             quantization.encode_blocks(values, member, **form)
         return made
 
     def encode(dtype: torch.dtype, **options: Any) -> tuple[Call, int]:
-        values = torch.randn(slices, run_numel, device=device).to(dtype)
+        values = normal(slices, run_numel, device=device).to(dtype)
         target = torch.empty(slices, row_bytes, dtype=torch.uint8, device=device)
         return partial(quantization.encode_blocks, values, target, **form, **options), values.nbytes + target.nbytes
 
@@ -155,13 +166,13 @@ def _gaussian(slices: int, run_numel: int, bits: int, rounds: int, device: str) 
 
     def payloads(*shape: int) -> Tensor:
         made = torch.empty(*shape, row_bytes, dtype=torch.uint8, device=device)
-        values = torch.randn(slices, run_numel, device=device, dtype=torch.bfloat16)
+        values = normal(slices, run_numel, device=device, dtype=torch.bfloat16)
         for key, member in enumerate(made.view(-1, slices, row_bytes)):
             gaussian.encode_gaussian(values, member, **form, key=key)
         return made
 
     def encode(dtype: torch.dtype) -> tuple[Call, int]:
-        values = torch.randn(slices, run_numel, device=device).to(dtype)
+        values = normal(slices, run_numel, device=device).to(dtype)
         target = torch.empty(slices, row_bytes, dtype=torch.uint8, device=device)
         return partial(gaussian.encode_gaussian, values, target, **form, key=1), values.nbytes + target.nbytes
 

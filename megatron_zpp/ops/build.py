@@ -18,6 +18,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sysconfig
 import tempfile
 import textwrap
 import time
@@ -136,7 +137,7 @@ class Build:
             extra_link_args=self.link_flags(),
             py_limited_api=True,  # the library does not use Python, so it works with every version of it
         )
-        use_ninja = shutil.which("ninja") is not None and not any(map(_NINJA_SYNTAX.search, (str(self.sources), str(folder))))
+        use_ninja = _has_ninja() and not any(map(_NINJA_SYNTAX.search, (str(self.sources), str(folder))))
         command = BuildExtension(Distribution({"ext_modules": [extension]}), no_python_abi_suffix=True, use_ninja=use_ninja)
         command.build_lib, command.build_temp = str(folder), str(folder / "objects")
         command.ensure_finalized()
@@ -192,6 +193,14 @@ def _host_compiler_flags(environment: Mapping[str, str]) -> list[str]:
     """The flags with which nvcc calls the C++ compiler of CXX; empty if CXX is unset or more than a name, or if torch passes that of CC."""
     named = environment.get(COMPILER_VARIABLE, "").split()
     return ["-ccbin", *named] if len(named) == 1 and "CC" not in environment else []
+
+
+def _has_ninja() -> bool:
+    """Whether ninja is found. One beside this Python comes onto PATH, where torch looks for it: its environment may not be active."""
+    beside_python = sysconfig.get_path("scripts")
+    if shutil.which("ninja") is None and shutil.which("ninja", path=beside_python) is not None:
+        os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), beside_python)))
+    return shutil.which("ninja") is not None
 
 
 def has_nvcc() -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import shutil
+import subprocess
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from gpu import (
     machine,
     nccl,
     one_rank,
+    rank_processes,
     resume,
     sharing,
     speed,
@@ -81,8 +84,20 @@ def test_the_part_machine_says_why_torch_finds_no_gpu(monkeypatch: pytest.Monkey
         return False
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    (omitted,) = run(machine).omissions
-    assert omitted.startswith("everything on a GPU: torch finds none here") and omitted.endswith("; the NVIDIA driver is too old)")
+    with pytest.raises(NotDone, match=r"^everything on a GPU: torch finds none here .*; the NVIDIA driver is too old\)$"):
+        run(machine)
+
+
+@pytest.mark.parametrize("free_mebibytes, is_enough", [(64, False), (4096, True)])
+def test_the_part_machine_says_if_shared_memory_is_too_small_for_the_ranks_of_nccl(
+    free_mebibytes: int, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_mebibytes << 20))
+    outcome = Outcome()
+    with pytest.raises(NotDone):
+        machine.run(still(), outcome)
+    assert outcome.measured["shared_memory_free_mebibytes"] == free_mebibytes
+    assert outcome.omissions == [] if is_enough else "has 64 MiB free, and NCCL may take 816 MiB; mount" in outcome.omissions[0]
 
 
 def test_the_part_training_measures_speed_phases_and_memory_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +249,60 @@ def noting(called: list[str], kernel: str, function: Callable[..., Any]) -> Call
         return function(*arguments, **options)
 
     return note
+
+
+class Graphs:
+    """Stands in for torch.cuda's graphs. error: of the capture. stream: the current one; a capture that fails leaves its own."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.stream = "own"
+        self.replayed = 0
+
+    def replay(self) -> None:
+        self.replayed += 1
+
+    @contextmanager
+    def graph(self, graph: Any) -> Iterator[None]:
+        self.stream = "of the capture"
+        yield
+        if self.error is not None:
+            raise self.error
+        self.stream = "own"
+
+    @contextmanager
+    def entered(self, stream: str) -> Iterator[None]:
+        before = self.stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("CUDA error: operation not permitted when stream is capturing")])
+def test_the_part_speed_launches_plainly_what_cannot_be_captured_and_says_so(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, called = Graphs(error), list[int]()
+    for name, stand_in in {
+        "synchronize": lambda: None, "CUDAGraph": lambda: graphs, "graph": graphs.graph, "stream": graphs.entered,
+        "current_stream": lambda: graphs.stream,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    replay, why = speed._replayed([lambda: called.append(1), lambda: called.append(2)])
+    called.clear()
+    replay()
+    assert graphs.stream == "own" and (called, graphs.replayed) == (([], 1) if error is None else ([1, 2], 0))
+    assert why == ("" if error is None else f"RuntimeError: {error}")
+    told = speed._without_graph([speed.Result(64, "INT8", "encode bf16", 1, 1.0, 1.0, 1.0, why)])
+    assert told == ([] if error is None else [f"1 of 1 measurements count the host's launches, because no graph could be captured: {why}"])
+
+
+def test_the_values_that_the_part_speed_times_come_from_a_generator_of_their_own() -> None:
+    before = torch.random.get_rng_state()
+    for _, _, make in timed_ops(1, speed.BLOCK_NUMEL, speed.BLOCK_NUMEL, "cpu"):
+        make()
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_the_part_speed_says_which_ops_miss_its_aim() -> None:
@@ -514,7 +583,7 @@ def test_without_time_no_run_is_begun() -> None:
 
 
 def one_that_ended(code: int | None) -> Ended:
-    return Ended(0, code, 1.0, "Duplicate GPU detected")
+    return Ended(0, code, 1.0, ["node:7 NCCL WARN Duplicate GPU detected", "Traceback"])
 
 
 @pytest.mark.parametrize("working, gpus, chosen", [((HOST_IDS, MULTI_RANK), 1, HOST_IDS), ((MULTI_RANK,), 2, MULTI_RANK)])
@@ -535,21 +604,26 @@ def test_if_ranks_cannot_share_a_gpu_their_words_are_kept_and_it_is_late_if_they
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(sharing, "_tried", lambda time, way, world_size: [one_that_ended(code)])
-    with pytest.raises(NotDone, match="NCCL_HOSTID(?s:.*)Duplicate GPU(?s:.*)NCCL_MULTI_RANK_GPU_ENABLE"):
+    with pytest.raises(NotDone, match="^4 ranks did not exchange numbers over NCCL .*: node:7 NCCL WARN Duplicate GPU detected$"):
         sharing.working_sharing(still(), outcome, 4)
+    said = [f"[rank 0, exit code {code}]", "node:7 NCCL WARN Duplicate GPU detected", "Traceback"]
+    assert outcome.lines == [f"{HOST_IDS.name}:", *said, f"{MULTI_RANK.name}:", *said]
     assert outcome.late == ([] if code else ["an exchange of numbers among 4 ranks"])
 
 
-@pytest.mark.parametrize("seconds, tries", [(1e6, [2, 0]), (100.0, [2, 2])], ids=["with time", "without time for all ways"])
-@pytest.mark.parametrize("works", [True, False])
-def test_what_a_part_finds_about_sharing_is_known_to_later_parts_if_it_had_the_time(
-    works: bool, seconds: float, tries: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "code, seconds, tries",
+    [(0, 100.0, [2, 0]), (1, 100.0, [2, 0]), (None, 1e6, [2, 0]), (None, 100.0, [2, 2])],
+    ids=["works", "refused", "hangs", "without time for all ways"],
+)
+def test_one_attempt_of_ranks_to_share_a_gpu_is_enough_for_all_parts_unless_it_had_too_little_time(
+    code: int | None, seconds: float, tries: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Sharing] = []
 
     def try_it(time: Deadline, way: Sharing, world_size: int) -> list[Ended]:
         tried.append(way)
-        return [one_that_ended(0 if works and way is MULTI_RANK else 1)]
+        return [one_that_ended(code if way is MULTI_RANK else 1)]
 
     def outcome_of_a_part() -> tuple[object, int]:
         before = len(tried)
@@ -564,8 +638,16 @@ def test_what_a_part_finds_about_sharing_is_known_to_later_parts_if_it_had_the_t
     monkeypatch.setattr(sharing, "_tried", try_it)
     monkeypatch.setenv(FOUND_VARIABLE, str(tmp_path / "found.json"))
     (first, first_tries), (second, second_tries) = outcome_of_a_part(), outcome_of_a_part()
-    assert first == second and [first_tries, second_tries] == ([2, 0] if works else tries)
-    assert first is MULTI_RANK if works else "NCCL_MULTI_RANK_GPU_ENABLE" in str(first)
+    assert first == second and [first_tries, second_tries] == tries
+    assert first is MULTI_RANK if code == 0 else "NCCL WARN" in str(first)
+
+
+def test_a_rank_hears_why_nccl_refuses_and_looks_for_no_other_network_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    environment = rank_processes._environment(1, 2)
+    assert environment["NCCL_DEBUG"] == "INFO" and environment["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo" and environment["NCCL_MNNVL_ENABLE"] == "0"
 
 
 def test_ranks_that_share_a_gpu_have_host_ids_of_their_own_or_one_and_the_switch() -> None:
@@ -574,13 +656,9 @@ def test_ranks_that_share_a_gpu_have_host_ids_of_their_own_or_one_and_the_switch
     assert ONE_GPU_EACH.of_rank(1) == {}
 
 
-def test_a_program_is_hidden_from_the_path_and_the_others_stay(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    for name in ("ninja", "g++"):
-        (tmp_path / "bin" / name).write_text("")
-        (tmp_path / "bin" / name).chmod(0o755)
-    path = builds.without("ninja", f"{tmp_path / 'bin'}:/nowhere", tmp_path / "links")
-    assert shutil.which("ninja", path=path) is None and shutil.which("g++", path=path) is not None and path.endswith(":/nowhere")
+def test_a_ninja_that_fails_comes_first_on_the_path_of_builds_without_ninja(tmp_path: Path) -> None:
+    folder = builds._with_broken_ninja(tmp_path / "bin")
+    assert subprocess.run([shutil.which("ninja", path=str(folder)) or "true", "--version"], check=False).returncode == 1
 
 
 @pytest.mark.virtual

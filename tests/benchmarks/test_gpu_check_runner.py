@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from gpu import part_process
 from gpu.deadline import Deadline
 from gpu.files import read_json, write_json
 from gpu.outcome import NotDone, Outcome
-from gpu.parts import WAVES, Part, all_parts, chosen
-from gpu.runner import FAILED_CODE, KILL_SECONDS, LATE_CODE, PASSED_CODE, Runner, end_session
+from gpu.parts import WAVES, Part, Wave, all_parts, chosen
+from gpu.runner import FAILED_CODE, KILL_SECONDS, LATE_CODE, PASSED_CODE, USELESS_CODE, Runner, end_session
+from gpu.texts import MOST_FAILURES, MOST_PRINTED, printed
 from gpu.version import commit, source_digest
+from gpu_check import DEFAULT_LIMIT_SECONDS
 from harness.pages import text_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,18 +204,45 @@ def test_the_end_of_a_killed_part_is_awaited_no_longer_than_the_check_may_take(m
     assert waits == [0.0]
 
 
-def test_the_order_is_library_ladder_training_bits_speed_and_compile_last() -> None:
-    names = list(all_parts())
-    order = ["library", "ladder", "training", "bits", "speed", "compile"]
-    assert sorted(order, key=names.index) == order and names[-1] == "compile"
+def names_of(waves: Sequence[Wave]) -> list[list[str]]:
+    return [[part.name for part in wave] for wave in waves]
+
+
+def test_what_measures_times_or_rates_is_alone_in_its_wave() -> None:
     alone = [wave[0].name for wave in WAVES if len(wave) == 1]
-    assert alone == ["training", "speed", "several_gpus", "tensor"]
-    assert [[part.name for part in wave] for wave in chosen(["compile", "ladder"])] == [["ladder"], ["compile"]]
+    measures = ["training", "speed", "several_gpus", "tensor", "offload", "sanitizer", "script", "counters"]
+    assert alone == ["machine", "library", *measures]
 
 
-def test_on_one_gpu_all_parts_are_expected_to_fit_into_the_default_limit() -> None:
-    waves = [wave for wave in WAVES if wave[0].name != "several_gpus"]  # which needs nothing on a machine with one
-    assert sum(max(part.estimate_seconds for part in wave if not part.is_in_background) for wave in waves) <= 470
+def test_the_machine_is_always_first_and_builds_apex_compile_and_what_needs_minutes_run_only_when_asked_for() -> None:
+    by_default = [name for wave in chosen() for name in (part.name for part in wave)]
+    assert by_default[:2] == ["machine", "library"]
+    assert set(all_parts()) - set(by_default) == {"builds", "apex", "compile", "sanitizer", "script", "counters"}
+    assert names_of(chosen(["compile", "ladder"])) == [["machine"], ["ladder"], ["compile"]]
+
+
+def expected_seconds(waves: Sequence[Wave]) -> float:
+    """On a machine with one GPU, where several_gpus has nothing to do."""
+    times = ([part.estimate_seconds for part in wave if not part.is_in_background] for wave in waves if wave[0].name != "several_gpus")
+    return sum(map(max, times))
+
+
+def test_on_one_gpu_the_parts_that_run_by_default_leave_a_fifth_of_the_default_limit() -> None:
+    assert expected_seconds(chosen()) <= 0.8 * DEFAULT_LIMIT_SECONDS
+
+
+HALF_HOUR = (ROOT / "benchmarks" / "gpu_half_hour.sh").read_text()
+COMMANDS = re.findall(r"^ +(\d)\) seconds=(\d+) parts=\(([a-z_ ]+)\) ;;$", HALF_HOUR, re.MULTILINE)
+
+
+def test_the_four_commands_of_the_half_hour_take_the_parts_in_their_order_and_leave_a_fifth_of_their_limit() -> None:
+    assert [number for number, _, _ in COMMANDS] == ["1", "2", "3", "4"]
+    for _, seconds, words in COMMANDS:
+        waves = chosen(words.split())
+        assert words.split() == [name for wave in names_of(waves[1:]) for name in wave]
+        assert expected_seconds(waves) <= 0.8 * float(seconds) and float(seconds) <= 570  # of 600 s that a command may take
+    in_commands = {name for _, _, words in COMMANDS for name in words.split()}
+    assert set(all_parts()) - in_commands == {"machine", "several_gpus", "builds", "apex", "compile"}
 
 
 def test_every_part_is_a_module_with_a_run() -> None:
@@ -303,16 +332,101 @@ def test_a_check_that_fails_makes_its_part_fail_even_if_the_rest_was_not_done(tm
     assert run_in_process(run, tmp_path / "part.json", monkeypatch)["status"] == "failed"
 
 
-def test_the_command_runs_a_part_and_its_exit_code_is_that_of_the_check(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu_check.py", "--parts", "machine", "--limit-seconds", "940", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    summary = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert done.returncode == 0 and "machine: passed" in done.stdout, done.stdout + done.stderr
-    assert "at most 120)" in done.stdout  # twice its own limit, because the check may take twice as long as by default
+def checked(folder: Path, *flags: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, output and summary of the command on a machine where torch finds no GPU."""
+    command = ["bash", "benchmarks/gpu_check.sh", "--output", str(folder), *flags]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr, json.loads((folder / "gpu_check.json").read_text())
+
+
+def test_without_a_gpu_the_command_ends_after_the_machine_with_a_code_of_its_own(tmp_path: Path) -> None:
+    code, said, summary = checked(tmp_path, "--limit-seconds", "940")
+    assert code == summary["exit_code"] == USELESS_CODE and list(summary["parts"]) == ["machine"], said
+    assert "at most 120)" in said  # twice its own limit, because the check may take twice as long as by default
+    assert "everything on a GPU: torch finds none here" in said and "== machine: not done" in said
     assert summary["machine"]["torch"] and summary["sources"] == source_digest() and summary["limit_seconds"] == 940
 
 
-@pytest.mark.parametrize("flags, word", [(["--parts", "lader"], "lader"), (["--limit-seconds", "0"], "--limit-seconds 0.0")])
+def test_on_a_cpu_the_command_runs_parts_without_a_gpu_if_asked(tmp_path: Path) -> None:
+    code, said, summary = checked(tmp_path, "--on-cpu", "--parts", "several_gpus")
+    assert code == summary["exit_code"] == PASSED_CODE, said
+    assert [found["status"] for found in summary["parts"].values()] == ["not done", "not done"]
+
+
+def test_an_error_of_the_build_is_kept_whole_and_the_other_parts_still_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\ncase " $* " in *" -c "*) seq 999; echo "kernel.cpp:7: error: one of many"; seq 999; exit 1;; *) exec c++ "$@";; esac\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
+    code, said, summary = checked(tmp_path, "--on-cpu", "--parts", "library", "bits", "several_gpus")
+    statuses = {name: found["status"] for name, found in summary["parts"].items()}
+    assert code == FAILED_CODE
+    assert statuses == {"machine": "not done", "library": "failed", "bits": "not done", "several_gpus": "not done"}
+    assert len(summary["parts"]["library"]["lines"]) > 2 * 999
+    assert "library: kernel.cpp:7: error: one of many" in said and "FAILED, library: the library of kernels builds" in said
+    assert len(said) < 12_000
+
+
+def test_the_half_hour_without_a_gpu_ends_with_the_code_of_the_check_and_refuses_other_numbers(tmp_path: Path) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable, "OUT": str(tmp_path)}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "benchmarks/gpu_half_hour.sh", *words]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+    done = run("4")
+    assert done.returncode == USELESS_CODE and f"command 4: exit code {USELESS_CODE} after" in done.stdout, done.stdout + done.stderr
+    assert json.loads((tmp_path / "4" / "gpu_check.json").read_text())["unfinished"] == ["library", "counters"]
+    assert run("5").returncode == 2 and run().returncode == 2 and run("--help").returncode == 0
+
+
+def test_if_a_part_that_is_needed_does_not_pass_it_is_the_last(parts: Parts) -> None:
+    for status, more, code in (("not done", {"omissions": ["no GPU"]}, USELESS_CODE), ("failed", {"failures": ["broken"]}, FAILED_CODE)):
+        parts.programs = {"one": parts.written(status, **more), "two": parts.written()}
+        runner = Runner(parts.folder / "out", 1e5, parts.command, ABOUT, parts.said.append)
+        assert runner.run([(replace(part("one"), is_needed=True),), (part("two"),)]) == code
+        summary = read_json(parts.folder / "out" / "gpu_check.json")
+        assert list(summary["parts"]) == ["one"] and summary["unfinished"] == ["two"] and summary["exit_code"] == code
+
+
+def report_of(status: str, **found: Any) -> dict[str, Any]:
+    return {**Outcome().as_json(status), **found, "seconds": 1.0}
+
+
+def test_what_is_printed_stays_below_its_limit_however_much_was_found_and_the_statuses_are_last() -> None:
+    long = [f"{number} {'x' * 5000}" for number in range(300)]
+    everything = {"lines": long, "failures": long, "omissions": long, "late": long}
+    reports = {name: report_of("failed", **everything) for name in all_parts()}
+    text = printed(reports, "gpu_check.txt")
+    lines = text.splitlines()
+    assert len(text) <= MOST_PRINTED
+    assert lines[-len(reports) - 1 : -1] == [f"== {name}: failed (1.0 s)" for name in reports]
+    progress = 2 * sum(len(f"== {name} starts (about 200 s, at most 1234)") + 1 for name in reports)
+    assert len(text) + progress < 12_000
+
+
+def test_ten_failures_of_a_part_are_printed_and_how_many_more_there_are() -> None:
+    failures = [f"kernel {number} differs" for number in range(MOST_FAILURES + 3)]
+    lines = ["holds: one", *(f"FAILS: {failure}" for failure in failures), "a figure"]
+    text = printed({"bits": report_of("failed", failures=failures, lines=lines), "speed": report_of("passed")}, "gpu_check.txt")
+    told = [f"FAILED, bits: {failure}" for failure in failures[:MOST_FAILURES]]
+    assert text.splitlines() == [
+        "bits: a figure", *told, "3 more of bits", "== bits: failed (1.0 s)", "== speed: passed (1.0 s)", "everything is in gpu_check.txt"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        (["--parts", "lader"], "lader"),
+        (["--limit-seconds", "0"], "--limit-seconds 0.0"),
+        (["--apex-sources", "."], "which is not among --parts"),
+    ],
+)
 def test_a_mistake_in_a_flag_is_named(flags: list[str], word: str) -> None:
     command = [sys.executable, "benchmarks/gpu_check.py", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

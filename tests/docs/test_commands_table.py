@@ -183,8 +183,15 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python benchmarks/fake_gpus.py --gpus 4 COMMAND": FAKE_GPUS,
     "python benchmarks/gpu_host_path.py ...": FAKE_GPUS,
     "python benchmarks/kernel_work.py ...": ("tests/ops/test_cuda_kernels.py::test_accesses_of_a_warp_fill_the_sectors_that_they_touch"),
+    "python benchmarks/fake_gpus.py bash benchmarks/gpu_half_hour.sh 1": (
+        "tests/benchmarks/test_gpu_rehearsal.py::test_a_command_of_the_half_hour_runs_on_fake_gpus_to_its_end"
+    ),
     "bash benchmarks/gpu_check.sh ...": (
-        "tests/benchmarks/test_gpu_check_runner.py::test_the_command_runs_a_part_and_its_exit_code_is_that_of_the_check"
+        "tests/benchmarks/test_gpu_check_runner.py::test_without_a_gpu_the_command_ends_after_the_machine_with_a_code_of_its_own"
+    ),
+    "bash benchmarks/gpu_half_hour.sh 1": "It needs a GPU; the row of its rehearsal on fake GPUs names the test that runs it.",
+    "bash benchmarks/gpu_half_hour.sh NUMBER [arguments of gpu_check.sh]": (
+        "tests/benchmarks/test_gpu_check_runner.py::test_the_half_hour_without_a_gpu_ends_with_the_code_of_the_check_and_refuses_other_numbers"
     ),
 }
 

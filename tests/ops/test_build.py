@@ -253,6 +253,18 @@ def test_nvcc_calls_the_compiler_that_the_environment_names(environment: dict[st
     assert build_module._host_compiler_flags(environment) == flags
 
 
+def test_a_ninja_beside_this_python_is_found_where_the_environment_is_not_active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("on_path", "beside_python"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(build_module.sysconfig, "get_path", lambda name: str(tmp_path / "beside_python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "on_path"))
+    assert not build_module._has_ninja() and os.environ["PATH"] == str(tmp_path / "on_path")
+    ninja = tmp_path / "beside_python" / "ninja"
+    ninja.write_text("#!/bin/sh\n")
+    ninja.chmod(0o755)
+    assert build_module._has_ninja() and shutil.which("ninja") == str(ninja)
+
+
 @pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
 @pytest.mark.parametrize(("name", "uses_ninja"), [("a b'c", True), ("$HOME", False), ("a:b", False), ("a|b", False), ("w\udcf6", False)])
 def test_ninja_is_not_used_for_a_path_that_torch_writes_for_it_in_a_wrong_way(

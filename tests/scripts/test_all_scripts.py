@@ -225,6 +225,34 @@ def test_the_kernels_are_built_by_the_active_python(copied: tuple[FakeCommands, 
     assert fakes.calls("python")[-1].words == ["-m", "megatron_zpp.ops.extension", "--portable"]
 
 
+@pytest.fixture
+def bare(tmp_path: Path) -> tuple[FakeCommands, Path]:
+    """A copy of the scripts, on a machine whose Python is called python3 alone and does what `add` says."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "copy" / "scripts")
+    fakes = FakeCommands(tmp_path)
+    for name in ("bash", "dirname"):
+        (fakes.folder / name).symlink_to(shutil.which(name) or name)
+    return fakes, tmp_path / "copy"
+
+
+def test_in_the_active_environment_a_build_asks_for_torch_and_setuptools_alone_and_for_no_index(bare: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = bare
+    fakes.add("python3")
+    done = fakes.run("bash", "scripts/build_extensions.sh", "--no-venv", folder=folder, PATH=str(fakes.folder))
+    words = [call.words for call in fakes.calls("python3")]
+    assert done.returncode == 0, done.stderr
+    assert words[-1] == ["-m", "megatron_zpp.ops.extension"] and not any("pip" in word for call in words for word in call)
+    asked = [word for call in words for word in call if "import setuptools, torch" in word]
+    assert len(asked) == 1 and not any("requirements.txt" in call for call in words)
+
+
+def test_a_build_in_an_environment_that_lacks_torch_says_what_to_do(bare: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = bare
+    fakes.add("python3", 'sys.exit("torch" in words[-1])')
+    done = fakes.run("bash", "scripts/build_extensions.sh", "--no-venv", folder=folder, PATH=str(fakes.folder))
+    assert done.returncode == 2 and "lacks torch 2.6 or newer, or setuptools; install them, or leave --no-venv out." in done.stderr
+
+
 def test_without_nvcc_no_cuda_source_is_compiled_and_that_is_said(tmp_path: Path) -> None:
     done = FakeCommands(tmp_path).run("bash", "scripts/compile_cuda.sh")
     assert done.returncode == 0 and "nvcc is not found" in done.stdout

@@ -1,0 +1,47 @@
+"""Reads the hardware counters of every kernel with ncu: how busy memory and the units of arithmetic are."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+from collections.abc import Iterable
+
+from gpu.commands import ROOT, python, run_program
+from gpu.deadline import Deadline
+from gpu.outcome import NotDone, Outcome
+from gpu.place import Place, require_gpu, require_kernels
+
+PROGRAM = str(ROOT / "benchmarks" / "gpu" / "kernel_program.py")
+SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "LaunchStats")
+METRICS = ("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Registers Per Thread")
+
+
+def run(time: Deadline, outcome: Outcome) -> None:
+    place = Place.here()
+    require_gpu(place)
+    require_kernels(place)
+    if shutil.which("ncu") is None:
+        raise NotDone("ncu is not on PATH; it is in the folder bin of CUDA's toolkit, or in that of Nsight Compute")
+    file = outcome.folder / "ncu.csv"
+    options = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "details", "--log-file", str(file)]
+    sections = [word for section in SECTIONS for word in ("--section", section)]
+    done = run_program(["ncu", *options, *sections, *python(PROGRAM, "counters")], time, os.environ)
+    rows = table(file.read_text(errors="replace").splitlines() if file.is_file() else [])
+    outcome.say("in this order:", *done.said, *rows, f"everything is in {file.name}")
+    if done.code is None:
+        outcome.ran_late("the end of ncu")
+        return
+    outcome.check(f"ncu has counted {len(rows)} kernels (exit code {done.code})", holds=done.code == 0 and bool(rows))
+
+
+def table(lines: Iterable[str]) -> list[str]:
+    """A line per kernel, in the order of their launches, with METRICS. lines: of the CSV of ncu, with its messages."""
+    by_kernel: dict[str, dict[str, str]] = {}
+    for row in csv.DictReader(line for line in lines if line.startswith('"')):
+        kernel = by_kernel.setdefault(row.get("ID") or "", {"name": (row.get("Kernel Name") or "")[:60]})
+        if row.get("Metric Name") in METRICS:
+            kernel[row["Metric Name"]] = f"{row.get('Metric Value')} {row.get('Metric Unit')}"
+    return [
+        f"    {found['name']}: " + ", ".join(f"{name} {found[name]}" for name in METRICS if name in found) for found in by_kernel.values()
+    ]

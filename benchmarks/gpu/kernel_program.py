@@ -1,0 +1,51 @@
+"""Runs every kernel of the library a few times on a GPU, for compute-sanitizer; or each call that is timed, for ncu.
+
+python kernel_program.py sanitizer|counters
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+
+from gpu.timed_ops import timed_ops  # noqa: E402
+from megatron_zpp.ops import extension  # noqa: E402
+
+SLICES, BLOCK_NUMEL, RUN_NUMEL = 4, 256, 8 * 2**20  # 64 MB of bf16 in all
+# Values per block and per slice: a few threads share the smallest block, and a team of threads cannot hold the largest.
+FEW = ((32, 8192), (256, 8192), (8224, 8 * 8224))
+
+
+def run_few() -> None:
+    """All calls on few values: under compute-sanitizer a kernel is hundreds of times slower."""
+    for block_numel, run_numel in FEW:
+        for codes, op, make in timed_ops(SLICES, run_numel, block_numel):
+            print(f"{codes}, {op}, blocks of {block_numel}", flush=True)
+            make()[0]()
+            torch.cuda.synchronize()
+
+
+def run_profiled() -> None:
+    """Each call once, its kernel alone between start and stop of the profiler."""
+    runtime = torch.cuda.cudart()
+    for codes, op, make in timed_ops(SLICES, RUN_NUMEL, BLOCK_NUMEL):
+        if "by torch" in op:
+            continue
+        call, _ = make()
+        torch.cuda.synchronize()
+        print(f"{codes}, {op}", flush=True)
+        runtime.cudaProfilerStart()
+        call()
+        torch.cuda.synchronize()
+        runtime.cudaProfilerStop()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    extension.load()
+    {"sanitizer": run_few, "counters": run_profiled}[sys.argv[1]]()
