@@ -26,7 +26,8 @@ case "${1:-}" in
     3) seconds=560 parts=(library script) ;;
     4) seconds=500 parts=(library counters) ;;
     -h | --help) usage && exit ;;
-    *) usage >&2 && echo "error: ${1:-} is not the number of a command; give 1, 2, 3 or 4." >&2 && exit 2 ;;
+    "") usage >&2 && exit 2 ;;
+    *) usage >&2 && echo "error: $1 is not the number of a command; give 1, 2, 3 or 4." >&2 && exit 2 ;;
 esac
 number="$1"
 shift

@@ -28,4 +28,5 @@ def attempt(outcome: Outcome, what: str, call: Callable[[], None]) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error)[:LONGEST]}"
+    """In one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"

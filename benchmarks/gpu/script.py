@@ -37,7 +37,7 @@ PROFILE = "--timing-log-level 2 --profile --profile-step-start 5 --profile-step-
 WARMUP_STEPS, STEPS, FEW_STEPS = 5, 20, 9
 RUN_SECONDS = 110.0
 LEAST_SECONDS = 25.0  # below which no run is begun
-TIMER_LINES = 25  # at the end of what a profiled run has printed
+TIMER_LINES = 16  # at the end of what a profiled run has printed
 PLAN_SLACK = 0.05  # of the plan; activations are an estimate
 GIB = 2**30
 

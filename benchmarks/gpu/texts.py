@@ -33,8 +33,8 @@ def status_line(name: str, found: dict[str, Any]) -> str:
 def printed(reports: Reports, file: str) -> str:
     """At most MOST_PRINTED characters: findings, what was not done, failures, and last a line per part. file: where everything is."""
     statuses = [status_line(name, found) for name, found in reports.items()]
-    failures = {name: [f"FAILED, {name}: {failure}" for failure in found["failures"]] for name, found in reports.items()}
-    undone = {name: _reasons(name, found) for name, found in reports.items()}
+    failures = {name: [f"FAILED, {name}: {_line(failure)}" for failure in found["failures"]] for name, found in reports.items()}
+    undone = {name: [_line(reason) for reason in _reasons(name, found)] for name, found in reports.items()}
     last = [*_cut(undone, MOST_OF_REASONS, MOST_FAILURES), *_cut(failures, MOST_OF_FAILURES, MOST_FAILURES), *statuses]
     last.append(f"everything is in {file}")
     findings = {name: [f"{name}: {line}" for line in found["lines"] if not line.startswith(CHECKED)] for name, found in reports.items()}
@@ -61,6 +61,11 @@ def _cut(groups: dict[str, list[str]], characters: int, most_lines: int) -> list
     while _characters(lines()) > characters and any(kept.values()):
         max(kept.values(), key=_characters).pop()
     return lines()
+
+
+def _line(text: str) -> str:
+    """An error may have several lines."""
+    return " ".join(text.split())
 
 
 def _characters(lines: Sequence[str]) -> int:

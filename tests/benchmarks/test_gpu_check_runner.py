@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -332,20 +331,37 @@ def test_a_check_that_fails_makes_its_part_fail_even_if_the_rest_was_not_done(tm
     assert run_in_process(run, tmp_path / "part.json", monkeypatch)["status"] == "failed"
 
 
-def checked(folder: Path, *flags: str) -> tuple[int, str, dict[str, Any]]:
-    """Exit code, output and summary of the command on a machine where torch finds no GPU."""
-    command = ["bash", "benchmarks/gpu_check.sh", "--output", str(folder), *flags]
+def ended(*words: str) -> subprocess.CompletedProcess[str]:
+    """A script of benchmarks/, where torch finds no GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr, json.loads((folder / "gpu_check.json").read_text())
+    command = ["bash", f"benchmarks/{words[0]}", *words[1:]]
+    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
-def test_without_a_gpu_the_command_ends_after_the_machine_with_a_code_of_its_own(tmp_path: Path) -> None:
-    code, said, summary = checked(tmp_path, "--limit-seconds", "940")
-    assert code == summary["exit_code"] == USELESS_CODE and list(summary["parts"]) == ["machine"], said
-    assert "at most 120)" in said  # twice its own limit, because the check may take twice as long as by default
-    assert "everything on a GPU: torch finds none here" in said and "== machine: not done" in said
+def test_a_command_of_the_half_hour_ends_without_a_gpu_after_the_machine_with_a_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    done = ended("gpu_half_hour.sh", "4", "--limit-seconds", "940")
+    summary = read_json(tmp_path / "4" / "gpu_check.json")
+    assert done.returncode == summary["exit_code"] == USELESS_CODE, done.stdout
+    assert list(summary["parts"]) == ["machine"] and summary["unfinished"] == ["library", "counters"]
+    assert "at most 120)" in done.stdout  # twice its own limit, because the check may take twice as long as by default
+    assert "everything on a GPU: torch finds none here" in done.stdout and "== machine: not done" in done.stdout
+    assert f"command 4: exit code {USELESS_CODE} after" in done.stdout
     assert summary["machine"]["torch"] and summary["sources"] == source_digest() and summary["limit_seconds"] == 940
+
+
+def test_the_half_hour_has_no_other_commands_than_four() -> None:
+    done = ended("gpu_half_hour.sh", "5")
+    assert done.returncode == 2 and "error: 5 is not the number of a command; give 1, 2, 3 or 4." in done.stdout
+    assert ended("gpu_half_hour.sh").returncode == 2 and ended("gpu_half_hour.sh", "--help").returncode == 0
+
+
+def checked(folder: Path, *flags: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, output and summary of the command."""
+    done = ended("gpu_check.sh", "--output", str(folder), *flags)
+    return done.returncode, done.stdout, read_json(folder / "gpu_check.json")
 
 
 def test_on_a_cpu_the_command_runs_parts_without_a_gpu_if_asked(tmp_path: Path) -> None:
@@ -362,26 +378,13 @@ def test_an_error_of_the_build_is_kept_whole_and_the_other_parts_still_report(tm
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
-    code, said, summary = checked(tmp_path, "--on-cpu", "--parts", "library", "bits", "several_gpus")
+    code, said, summary = checked(tmp_path, "--on-cpu", "--parts", "library", "bits")
     statuses = {name: found["status"] for name, found in summary["parts"].items()}
     assert code == FAILED_CODE
-    assert statuses == {"machine": "not done", "library": "failed", "bits": "not done", "several_gpus": "not done"}
+    assert statuses == {"machine": "not done", "library": "failed", "bits": "not done"}
     assert len(summary["parts"]["library"]["lines"]) > 2 * 999
     assert "library: kernel.cpp:7: error: one of many" in said and "FAILED, library: the library of kernels builds" in said
     assert len(said) < 12_000
-
-
-def test_the_half_hour_without_a_gpu_ends_with_the_code_of_the_check_and_refuses_other_numbers(tmp_path: Path) -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable, "OUT": str(tmp_path)}
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "benchmarks/gpu_half_hour.sh", *words]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-    done = run("4")
-    assert done.returncode == USELESS_CODE and f"command 4: exit code {USELESS_CODE} after" in done.stdout, done.stdout + done.stderr
-    assert json.loads((tmp_path / "4" / "gpu_check.json").read_text())["unfinished"] == ["library", "counters"]
-    assert run("5").returncode == 2 and run().returncode == 2 and run("--help").returncode == 0
 
 
 def test_if_a_part_that_is_needed_does_not_pass_it_is_the_last(parts: Parts) -> None:

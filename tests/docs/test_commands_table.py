@@ -187,11 +187,11 @@ TABLE: dict[str, str | tuple[str, ...]] = {
         "tests/benchmarks/test_gpu_rehearsal.py::test_a_command_of_the_half_hour_runs_on_fake_gpus_to_its_end"
     ),
     "bash benchmarks/gpu_check.sh ...": (
-        "tests/benchmarks/test_gpu_check_runner.py::test_without_a_gpu_the_command_ends_after_the_machine_with_a_code_of_its_own"
+        "tests/benchmarks/test_gpu_check_runner.py::test_on_a_cpu_the_command_runs_parts_without_a_gpu_if_asked"
     ),
     "bash benchmarks/gpu_half_hour.sh 1": "It needs a GPU; the row of its rehearsal on fake GPUs names the test that runs it.",
     "bash benchmarks/gpu_half_hour.sh NUMBER [arguments of gpu_check.sh]": (
-        "tests/benchmarks/test_gpu_check_runner.py::test_the_half_hour_without_a_gpu_ends_with_the_code_of_the_check_and_refuses_other_numbers"
+        "tests/benchmarks/test_gpu_check_runner.py::test_a_command_of_the_half_hour_ends_without_a_gpu_after_the_machine_with_a_code_of_its_own"
     ),
 }
 
