@@ -33,7 +33,7 @@ def test_a_rank_runs_the_training_script_several_times_in_one_process() -> None:
 def test_the_part_nccl_has_equal_bits_over_gloo(outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "RUNS", [*nccl.RUNS[:6], *(run for run in nccl.RUNS if "tensor" in run.flags or "context" in run.flags)])
     nccl.run(Deadline(600.0), outcome)
-    assert outcome.failures == outcome.late == [] and len(outcome.measured["losses"]) == 13
+    assert outcome.failures == outcome.late == [] and len(outcome.measured["losses"]) == 14
 
 
 @pytest.mark.long
