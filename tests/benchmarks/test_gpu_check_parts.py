@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import subprocess
 import warnings
@@ -24,6 +25,7 @@ from gpu import (
     kernel_kinds,
     ladder,
     library,
+    long_runs,
     lost_rank,
     machine,
     nccl,
@@ -45,6 +47,7 @@ from gpu.place import Place
 from gpu.rank_processes import FOUND_VARIABLE, HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Ended, Sharing
 from gpu.stalls import MeasuredStreams
 from gpu.timed_ops import BOUND_BY_MEMORY, timed_ops
+from harness.bit_differences import Comparison
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import FakeEvent, FakeStream
 from harness.fake_streams.timed_model import step_time
@@ -314,38 +317,98 @@ def test_the_part_speed_says_which_ops_miss_its_aim() -> None:
     assert names > BOUND_BY_MEMORY
 
 
+@pytest.fixture
+def kernels() -> None:
+    Build().make()
+    assert extension.load()
+
+
+def compared_long(name: str) -> Comparison:
+    """The comparison of a run with its four parts."""
+    comparison = Comparison()
+    long_runs.CHECKS[name](long_runs.Long(comparison, 2**14 + 256 * 37, 2**13))
+    return comparison
+
+
+def wrong_at(op: Callable[..., None], written: int, least_numel: int, number: int) -> Callable[..., None]:
+    """The op with a wrong bit in element `number` of what it writes, its argument `written`, if that has so many elements."""
+
+    def call(*arguments: Any, **options: Any) -> None:
+        op(*arguments, **options)
+        result = arguments[written]
+        if result.numel() >= least_numel:
+            rows = result if result.ndim == 2 else result.unsqueeze(0)
+            rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[result.itemsize])[divmod(number, rows.shape[1])] ^= 1
+
+    return call
+
+
+@pytest.mark.usefixtures("kernels")
 def test_the_part_bits_compares_long_runs_with_their_parts() -> None:
-    outcome, long = Outcome(), bits.Long("cpu", 2**14 + 256 * 37, 2**13)
-    Build().make()
-    assert extension.load()
-    for check in (
-        bits._check_long_runs,
-        bits._check_long_means,
-        bits._check_long_exact_means,
-        bits._check_long_gaussian,
-        bits._check_long_dropout,
-        bits._check_long_loss,
-    ):
-        check(outcome, long)
-    assert outcome.failures == [] and len(outcome.lines) == 7
+    assert [compared_long(name).count() / 4 for name in long_runs.CHECKS] == [2, 2, 1, 4, 1, 4]
 
 
-def test_the_part_bits_finds_a_part_of_a_long_run_with_other_gaussian_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    Build().make()
-    assert extension.load()
-    results = bits._gaussian_results
-    for number in range(4):
-        long, outcome = bits.Long("cpu", 2**14 + 256 * 37, 2**13), Outcome()
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    "name, op, number, words",
+    [
+        ("runs", "encode_blocks", 17_000, "codes of bfloat16 in 8 bits, {part}: row 0, element 17,000"),
+        ("runs", "decode_blocks", 17_000, "bfloat16 of 8 bits, {part}: row 0, element 17,000"),
+        ("means", "decode_mean_blocks", 17_000, "2 members in 8 bits, {part}: row 0, element 17,000"),
+        ("means", "recode_mean_blocks", 8_500, "codes in 4 bits of 2 members in 8 bits, {part}: row 0, element 8,500"),
+        ("exact means", "mean_values", 17_000, "float32 mean of 2 bfloat16 members, {part}: row 0, element 17,000"),
+        ("Gaussian codes", "encode_gaussian", 130, "scales of bfloat16 in 4 bits, {part}: row 0, element 130"),
+        ("Gaussian codes", "encode_gaussian", 208 + 8_500, "codes of bfloat16 in 4 bits, {part}: row 0, element 8,500"),
+        ("Gaussian codes", "decode_gaussian", 17_000, "bfloat16 of 4 bits, {part}: row 0, element 17,000"),
+        ("Gaussian codes", "decode_mean_gaussian", 17_000, "2 members in 4 bits, {part}: row 0, element 17,000"),
+        ("dropout", "drop_values", 17_000, "bfloat16 from index 8589934587 on, {part}: element 17,000"),
+        ("loss", "softmax_gradient", 17_000, "gradient of bfloat16 logits in rows of 256, {part}: row 66, element 104"),
+    ],
+)
+def test_a_long_run_with_a_wrong_element_is_named_with_its_part_its_index_in_the_run_and_both_values(
+    name: str, op: str, number: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = long_runs if op == "softmax_gradient" else torch.ops.megatron_zpp
+    written = 3 if op == "softmax_gradient" else 1
+    monkeypatch.setattr(where, op, wrong_at(getattr(where, op), written, 12_000, number))  # more than a part has
+    comparison = compared_long(name)
+    assert comparison.differing[op] == 1
+    sentence = f"{op}, {words.format(part='values 16,384 to 24,576 of 25,856')} is 0x"
+    (named,) = [difference for difference in comparison.differences if difference.startswith(sentence)]
+    assert re.search(r"is 0x([0-9a-f]+) instead of 0x(?!\1)[0-9a-f]+; 1 of [0-9,]+ elements differs", named)
 
-        def spoilt(values: Tensor, number: int = number, whole: int = long.numel) -> tuple[Tensor, ...]:
-            found = results(values)
-            if values.shape[1] == whole:
-                found[number][0, -1] += 1
-            return found
 
-        monkeypatch.setattr(bits, "_gaussian_results", spoilt)
-        bits._check_long_gaussian(outcome, long)
-        assert len(outcome.failures) == 1
+@pytest.mark.usefixtures("kernels")
+def test_the_part_bits_names_at_most_eight_differences_of_a_kernel_in_all_its_checks_and_counts_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bits, "SIZES", ((32, 2),))
+    monkeypatch.setattr(bits, "GAUSSIAN_BLOCKS", (1,))
+    monkeypatch.setattr(torch.ops.megatron_zpp, "decode_blocks", wrong_at(torch.ops.megatron_zpp.decode_blocks, 1, 0, 3))
+    outcome = run(bits)
+    sentence = "decode_blocks, payloads [3, 96], to float32, bits 4, 2 blocks of 32, kind 0 of float32: row 0, element 3 in block 0 is 0x"
+    assert outcome.failures[0].startswith(sentence) and f"FAILS: {outcome.failures[0]}" in outcome.lines
+    assert [failure.partition(",")[0] for failure in outcome.failures] == ["decode_blocks"] * 8
+    assert "2 blocks of 32: 1134 results, with 360 differences" in outcome.lines
+    assert "rows at odd places: 36 results, with 18 differences" in outcome.lines
+    assert "holds: dropout: 240 results equal the reference's bit for bit" in outcome.lines
+    in_all_checks = 360 + 18 + 24 + 9  # the last: of a long run all parts but the first, with which it begins
+    assert outcome.lines[-1] == f"more results differ: {in_all_checks - 8} of decode_blocks"
+
+
+@pytest.mark.usefixtures("kernels")
+def test_after_an_error_of_the_device_the_part_bits_ends_with_all_that_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(bits, "SIZES", ((32, 2),))
+    monkeypatch.setattr(torch.ops.megatron_zpp, "decode_blocks", wrong_at(torch.ops.megatron_zpp.decode_blocks, 1, 0, 3))
+    monkeypatch.setattr(torch.ops.megatron_zpp, "drop_values", fail)
+    outcome = Outcome()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        bits.run(still(), outcome)
+    assert len(outcome.failures) == 9 and outcome.failures[-1].startswith("dropout runs, and does not end with RuntimeError: CUDA error")
+    assert outcome.lines[-1] == "more results differ: 352 of decode_blocks"
 
 
 @pytest.mark.long

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from harness.per_block import equal_bits
-from megatron_zpp.ops import dropout_reference
+from harness.bit_differences import Comparison, Ops, run_as_program
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 2, 7, 8, 31, 3 * 7 * 11, 1023, 1025, 5000)  # channels that are no multiple of 8 among them
@@ -30,9 +28,9 @@ def values_of(dtype: torch.dtype, numel: int) -> Tensor:
     return values.to(dtype)
 
 
-def guarded(values: Tensor, place: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def guarded(values: Tensor, place: int) -> tuple[Tensor, Tensor]:
     """A storage with guards, and the part of it between them, which has the values."""
-    storage = torch.full((place + values.numel() + 3,), GUARD, dtype=values.dtype, device=device)
+    storage = torch.full((place + values.numel() + 3,), GUARD, dtype=values.dtype, device=values.device)
     part = storage[place : place + values.numel()]
     part.copy_(values)
     return storage, part
@@ -44,23 +42,19 @@ def cases() -> Iterator[tuple[torch.dtype, int, int, int, float, int, int]]:
         yield dtype, numel, first, threshold, scale, PLACES[number % 3], PLACES[number // 3 % 3]
 
 
-def check(device: str = "cpu") -> int:
-    """Raises AssertionError at the first differing bit; returns how many results were compared."""
-    compared = 0
-    for case in cases():
-        dtype, numel, first, threshold, scale, source_place, target_place = case
-        values, key = values_of(dtype, numel), 2**63 - 1 - numel
-        expected, written = guarded(torch.zeros_like(values), target_place)
-        dropout_reference.drop_values(values, written, key, first, threshold, scale)
-        _, source = guarded(values, source_place, device)
-        storage, target = guarded(torch.zeros_like(values), target_place, device)
-        torch.ops.megatron_zpp.drop_values(source, target, key, first, threshold, scale)
-        assert equal_bits(storage.cpu(), expected), case
-        compared += 1
-    return compared
+def dropped(ops: Ops, values: Tensor, source_first: int, first: int, key: int, first_index: int, threshold: int, scale: float) -> Tensor:
+    """The storage, with its guards, in which the dropped values begin `first` elements in."""
+    _, source = guarded(values, source_first)
+    storage, target = guarded(torch.zeros_like(values), first)
+    ops.drop_values(source, target, key, first_index, threshold, scale)
+    return storage
+
+
+def check(comparison: Comparison) -> None:
+    for dtype, numel, first_index, threshold, scale, source_place, target_place in cases():
+        given = (2**63 - 1 - numel, first_index, threshold, scale)
+        comparison.same("drop_values", dropped, values_of(dtype, numel), source_place, target_place, *given)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.ops.load_library(sys.argv[1])
-    print(check())
+    run_as_program(check)

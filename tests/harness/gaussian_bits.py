@@ -1,31 +1,26 @@
 """Kernels of Gaussian codes against the reference, bit for bit, on values and payloads of all kinds, beside which nothing may be touched.
 
-As a program: for a library, and for numbers of blocks per run, such as 5, or rows:33 for fewer checks; raises AssertionError at the first
-differing bit; a stray access ends the process.
+As a program: for a library, and for numbers of blocks per run, such as 5, or rows:33 for fewer checks. A stray access ends the process.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.guarded_rows import at_the_end_of_memory
+from harness.bit_differences import Comparison, Ops, run_as_program
+from harness.guarded_rows import at_the_end_of_memory, placed_at_the_end, with_last_gap
 from harness.kernel_bits import DTYPES, MARGIN_BYTES, SLICES, UNTOUCHED, kinds_of_values
-from harness.per_block import equal_bits
-from megatron_zpp.ops import gaussian_reference
 from megatron_zpp.ops.payload import GAUSSIAN_BITS, GAUSSIAN_ROUNDS, gaussian_bytes
 
 BLOCK = 256
 KEYS = (0, 2**63 - 1, 5)
 MEMBERS = (1, 2, 3, 5, 8)
 SCALES = (1.0, -1.0, 0.0, -0.0, 2.0**-133, 2.0**-120, 2.0**127, -(2.0**127), float("inf"), -float("inf"), float("nan"))
-Ops = ModuleType | Any
 
 
 def kinds(dtype: torch.dtype, run_numel: int) -> Iterator[Tensor]:
@@ -44,7 +39,7 @@ def kinds(dtype: torch.dtype, run_numel: int) -> Iterator[Tensor]:
 
 def encoded(ops: Ops, values: Tensor, bits: int, rounds: int, key: int) -> Tensor:
     row_bytes = gaussian_bytes(values.shape[1], bits)
-    payloads = torch.full((values.shape[0], row_bytes + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8)
+    payloads = torch.full((values.shape[0], row_bytes + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8, device=values.device)
     ops.encode_gaussian(values, payloads, bits, rounds, key)
     return payloads
 
@@ -52,32 +47,51 @@ def encoded(ops: Ops, values: Tensor, bits: int, rounds: int, key: int) -> Tenso
 def decoded(
     ops: Ops, payloads: Tensor, run_numel: int, dtype: torch.dtype, bits: int, rounds: int, keys: list[int], accumulate: bool
 ) -> Tensor:
-    values = torch.linspace(-1, 1, payloads.shape[0] * run_numel).view(-1, run_numel).to(dtype)
+    values = torch.linspace(-1, 1, payloads.shape[0] * run_numel).view(-1, run_numel).to(payloads.device, dtype)
     ops.decode_gaussian(payloads, values, bits, rounds, keys, accumulate)
     return values
 
 
 def mean(ops: Ops, payloads: Tensor, run_numel: int, bits: int, rounds: int, keys: list[int], accumulate: bool) -> Tensor:
-    target = torch.linspace(-1, 1, payloads.shape[1] * run_numel).view(-1, run_numel).clone()
+    target = torch.linspace(-1, 1, payloads.shape[1] * run_numel).view(-1, run_numel).to(payloads.device)
     ops.decode_mean_gaussian(payloads, target, bits, rounds, keys, accumulate)
     return target
 
 
-def check_values(ops: Ops, blocks: int) -> int:
-    """How many results were compared, of values that are encoded and come back."""
-    run_numel, compared = blocks * BLOCK, 0
+def encoded_rows(ops: Ops, values: Tensor, first: int, gap: int, bits: int, rounds: int, keys: list[int]) -> Tensor:
+    """A payload of each key. Rows and payloads end where memory ends."""
+    _, runs = placed_at_the_end(values, first, gap)
+    payloads = torch.full((len(keys), len(values), gaussian_bytes(values.shape[1], bits)), UNTOUCHED, dtype=torch.uint8)
+    payloads = at_the_end_of_memory(payloads)
+    for key, member in zip(keys, payloads, strict=True):
+        ops.encode_gaussian(runs, member, bits, rounds, key)
+    return payloads
+
+
+def decoded_rows(ops: Ops, payloads: Tensor, values: Tensor, first: int, gap: int, bits: int, rounds: int, keys: list[int]) -> Tensor:
+    """Values to which what the payloads decode to is added."""
+    flat, runs = placed_at_the_end(values, first, gap)
+    ops.decode_gaussian(at_the_end_of_memory(payloads), runs, bits, rounds, keys, True)
+    return with_last_gap(flat, len(values), gap)
+
+
+def mean_rows(ops: Ops, payloads: Tensor, values: Tensor, first: int, gap: int, bits: int, rounds: int, keys: list[int]) -> Tensor:
+    flat, runs = placed_at_the_end(torch.zeros_like(values), first, gap)
+    ops.decode_mean_gaussian(at_the_end_of_memory(payloads), runs, bits, rounds, keys, False)
+    return with_last_gap(flat, len(values), gap)
+
+
+def check_values(comparison: Comparison, blocks: int) -> None:
+    """Compares values that are encoded and come back."""
+    same, run_numel = comparison.same, blocks * BLOCK
     for dtype, bits, rounds in product(DTYPES, GAUSSIAN_BITS, GAUSSIAN_ROUNDS):
         # A third of the kinds with each: every kind with every dtype, with two or three of the eight pairs of bits and rounds.
         for number, values in list(enumerate(kinds(dtype, run_numel)))[(bits + rounds) % 3 :: 3]:
             keys = [KEYS[(number + slice_) % len(KEYS)] for slice_ in range(SLICES)]
-            arguments = (values, bits, rounds, keys[0])
-            payloads = encoded(gaussian_reference, *arguments)
-            assert equal_bits(encoded(ops, *arguments), payloads), (dtype, bits, rounds, number)
+            payloads = same("encode_gaussian", encoded, values, bits, rounds, keys[0], about=f"kind {number}")
             output, accumulate = DTYPES[(number + blocks) % len(DTYPES)], (number + bits) % 2 == 0
-            some = (payloads, run_numel, output, bits, rounds, keys, accumulate)
-            assert equal_bits(decoded(ops, *some), decoded(gaussian_reference, *some)), (dtype, bits, rounds, number, output, accumulate)
-            compared += 2
-    return compared
+            given = (payloads, run_numel, output, bits, rounds, keys, accumulate)
+            same("decode_gaussian", decoded, *given, about=f"kind {number} of {dtype}")
 
 
 def any_payloads(members: int, bits: int, blocks: int) -> Tensor:
@@ -89,66 +103,47 @@ def any_payloads(members: int, bits: int, blocks: int) -> Tensor:
     return payloads
 
 
-def check_any_payloads(ops: Ops, blocks: int) -> int:
-    """How many results were compared, of payloads and of their means."""
-    run_numel, compared = blocks * BLOCK, 0
+def check_any_payloads(comparison: Comparison, blocks: int) -> None:
+    """Compares what payloads decode to, and their means."""
+    same, run_numel = comparison.same, blocks * BLOCK
     for bits, rounds, members in product(GAUSSIAN_BITS, GAUSSIAN_ROUNDS, MEMBERS):
         payloads, keys = any_payloads(members, bits, blocks), [key * 77 + 1 for key in range(members)]
         accumulate = members % 2 == 0
-        some = (payloads, run_numel, bits, rounds, keys, accumulate)
-        assert equal_bits(mean(ops, *some), mean(gaussian_reference, *some)), (bits, rounds, members)
+        same("decode_mean_gaussian", mean, payloads, run_numel, bits, rounds, keys, accumulate, about="any bytes")
         for dtype in DTYPES:
-            rows = (payloads[0], run_numel, dtype, bits, rounds, list(KEYS), accumulate)
-            assert equal_bits(decoded(ops, *rows), decoded(gaussian_reference, *rows)), (bits, rounds, dtype)
-        compared += 1 + len(DTYPES)
-    return compared
+            given = (payloads[0], run_numel, dtype, bits, rounds, list(KEYS), accumulate)
+            same("decode_gaussian", decoded, *given, about="any bytes")
 
 
-def check_rows(ops: Ops, blocks: int, first: int, gap: int) -> int:
-    """How many results were compared, of rows that start `first` elements in, `gap` elements apart, and end where memory ends."""
-    run_numel, compared = blocks * BLOCK, 0
+def check_rows(comparison: Comparison, blocks: int, first: int, gap: int) -> None:
+    """Compares rows that start `first` elements in, `gap` elements apart, and end where memory ends."""
+    same = comparison.same
     for dtype, bits in product(DTYPES, GAUSSIAN_BITS):
-        rounds = 1 + bits % 2
-        rows = torch.randn(SLICES, first + run_numel + gap, generator=torch.Generator().manual_seed(blocks)).to(dtype)
-        flat = at_the_end_of_memory(rows.flatten()[: rows.numel() - gap].contiguous())
-        runs = flat.as_strided((SLICES, run_numel), (rows.shape[1], 1), first)
-        payloads = at_the_end_of_memory(torch.full((2, SLICES, gaussian_bytes(run_numel, bits)), UNTOUCHED, dtype=torch.uint8))
-        expected = payloads.clone()
-        for member in range(2):
-            ops.encode_gaussian(runs, payloads[member], bits, rounds, member)
-            gaussian_reference.encode_gaussian(runs, expected[member], bits, rounds, member)
-        assert equal_bits(payloads, expected), (dtype, bits)
-        before = flat.clone()
-        some = (bits, rounds, list(KEYS), True)
-        ops.decode_gaussian(payloads[1], runs, *some)
-        gaussian_reference.decode_gaussian(expected[1], before.as_strided(runs.shape, runs.stride(), first), *some)
-        assert equal_bits(flat, before), (dtype, bits)
-        compared += 2
+        values = torch.randn(SLICES, blocks * BLOCK, generator=torch.Generator().manual_seed(blocks)).to(dtype)
+        at_place = (values, first, gap, bits, 1 + bits % 2)
+        payloads = same("encode_gaussian", encoded_rows, *at_place, [0, 1])
+        same("decode_gaussian", decoded_rows, payloads[1], *at_place, list(KEYS))
         if dtype == torch.float32:
-            ops.decode_mean_gaussian(payloads, runs, bits, rounds, [0, 1], False)
-            gaussian_reference.decode_mean_gaussian(
-                expected, before.as_strided(runs.shape, runs.stride(), first), bits, rounds, [0, 1], False
-            )
-            assert equal_bits(flat, before), bits
-            compared += 1
-    return compared
+            same("decode_mean_gaussian", mean_rows, payloads, *at_place, [0, 1])
 
 
-def check_all_rows(ops: Ops, blocks: int) -> int:
-    return sum(check_rows(ops, blocks, first, gap) for first, gap in ((0, 0), (0, 8), (1, 0), (3, 2)))
+def check_all_rows(comparison: Comparison, blocks: int) -> None:
+    for first, gap in ((0, 0), (0, 8), (1, 0), (3, 2)):
+        check_rows(comparison, blocks, first, gap)
 
 
-def check_all(ops: Ops, blocks: int) -> int:
-    return check_values(ops, blocks) + check_any_payloads(ops, blocks) + check_all_rows(ops, blocks)
+def check_all(comparison: Comparison, blocks: int) -> None:
+    check_values(comparison, blocks)
+    check_any_payloads(comparison, blocks)
+    check_all_rows(comparison, blocks)
 
 
-def check(size: str) -> int:
-    """How many results were compared, for a size as on the command line."""
-    run = check_all_rows if size.startswith("rows:") else check_all
-    return run(torch.ops.megatron_zpp, int(size.removeprefix("rows:")))
+def check_sizes(comparison: Comparison, sizes: Iterable[str]) -> None:
+    """For sizes as on the command line."""
+    for size in sizes:
+        check = check_all_rows if size.startswith("rows:") else check_all
+        check(comparison, int(size.removeprefix("rows:")))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.ops.load_library(sys.argv[1])
-    print(sum(check(size) for size in sys.argv[2:]))
+    run_as_program(lambda comparison: check_sizes(comparison, sys.argv[2:]))

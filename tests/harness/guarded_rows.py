@@ -1,21 +1,20 @@
 """A library's kernels on rows that end where memory ends, beside which nothing may be read or written, and that start anywhere.
 
-As a program, for the library it is given: raises AssertionError at the first differing bit; a stray access ends the process.
+As a program, for the library it is given. A stray access ends the process.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from harness.bit_differences import Comparison, Ops, run_as_program
 from harness.kernel_bits import BITS, DTYPES, UNTOUCHED
-from harness.per_block import equal_bits
-from megatron_zpp.ops import reference
+from harness.mean_bits import GUARD, placed
 from megatron_zpp.ops.payload import coded_bytes
 
 NO_ACCESS = 0  # PROT_NONE of mmap(2)
@@ -33,54 +32,72 @@ def at_the_end_of_memory(values: Tensor) -> Tensor:
     return copy.view(values.shape).copy_(values)
 
 
-def check_rows(block_numel: int, blocks: int, first: int, gap: int) -> int:
-    """Raises AssertionError at the first differing bit. Rows of values start `first` elements in, `gap` elements apart."""
-    run_numel, compared = block_numel * blocks, 0
+def placed_at_the_end(values: Tensor, first: int, gap: int) -> tuple[Tensor, Tensor]:
+    """A flat storage with guards, and the rows in it that have the values. The last row ends with its run, and memory with it."""
+    storage, _ = placed(values, first, gap)
+    flat = at_the_end_of_memory(storage.flatten()[: storage.numel() - gap].contiguous())
+    return flat, flat.as_strided(values.shape, (storage.shape[1], 1), first)
+
+
+def with_last_gap(flat: Tensor, slices: int, gap: int) -> Tensor:
+    """A storage of placed_at_the_end as a matrix."""
+    return torch.cat([flat, torch.full((gap,), GUARD, dtype=flat.dtype)]).view(slices, -1)
+
+
+def encoded(
+    ops: Ops, values: Tensor, first: int, gap: int, bits: int, block_numel: int, rotated: bool = False, noise_key: int | None = None
+) -> Tensor:
+    """Payloads of three members with the same values."""
+    _, runs = placed_at_the_end(values, first, gap)
+    payloads = torch.full((3, len(values), coded_bytes(values.shape[1], bits, block_numel)), UNTOUCHED, dtype=torch.uint8)
+    payloads = at_the_end_of_memory(payloads)
+    for member in payloads:
+        ops.encode_blocks(runs, member, bits, block_numel, rotated, noise_key)
+    return payloads
+
+
+def decoded(ops: Ops, payloads: Tensor, values: Tensor, first: int, gap: int, bits: int, block_numel: int) -> Tensor:
+    flat, runs = placed_at_the_end(torch.zeros_like(values), first, gap)
+    ops.decode_blocks(at_the_end_of_memory(payloads), runs, bits, block_numel)
+    return with_last_gap(flat, len(values), gap)
+
+
+def mean(
+    ops: Ops, payloads: Tensor, values: Tensor, first: int, gap: int, bits: int, block_numel: int, accumulate: bool, rotated: bool
+) -> Tensor:
+    flat, runs = placed_at_the_end(values, first, gap)
+    ops.decode_mean_blocks(at_the_end_of_memory(payloads), runs, bits, block_numel, accumulate, rotated)
+    return with_last_gap(flat, len(values), gap)
+
+
+def recoded(ops: Ops, payloads: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int) -> Tensor:
+    row_bytes = coded_bytes(run_numel, next_bits, block_numel)
+    target = at_the_end_of_memory(torch.full((payloads.shape[1], row_bytes), UNTOUCHED, dtype=torch.uint8))
+    ops.recode_mean_blocks(at_the_end_of_memory(payloads), target, run_numel, bits, next_bits, block_numel)
+    return target
+
+
+def check_rows(comparison: Comparison, block_numel: int, blocks: int, first: int, gap: int) -> None:
+    """Compares the kernels of codes on rows of values that start `first` elements in, `gap` elements apart."""
+    same, run_numel = comparison.same, block_numel * blocks
     for dtype, bits in product(DTYPES, BITS):
-        rows = torch.randn(2, first + run_numel + gap, generator=torch.Generator().manual_seed(blocks)).to(dtype)
-        # The last row ends with its run, and memory with it.
-        flat = at_the_end_of_memory(rows.flatten()[: rows.numel() - gap].contiguous())
-        runs = flat.as_strided((2, run_numel), (rows.shape[1], 1), first)
-        row_bytes = coded_bytes(run_numel, bits, block_numel)
-        payloads = at_the_end_of_memory(torch.full((3, 2, row_bytes), UNTOUCHED, dtype=torch.uint8))
-        expected = payloads.clone()
-        for member in range(3):
-            torch.ops.megatron_zpp.encode_blocks(runs, payloads[member], bits, block_numel)
-            reference.encode_blocks(runs, expected[member], bits, block_numel)
-        assert equal_bits(payloads, expected), (dtype, bits)
-        for rotated, noise_key in ((True, None), (False, 1)):
-            torch.ops.megatron_zpp.encode_blocks(runs, payloads[1], bits, block_numel, rotated, noise_key)
-            reference.encode_blocks(runs, expected[1], bits, block_numel, rotated, noise_key)
-            assert equal_bits(payloads, expected), (dtype, bits, rotated, noise_key)
-        before = flat.clone()
-        torch.ops.megatron_zpp.decode_blocks(payloads[2], runs, bits, block_numel)
-        reference.decode_blocks(expected[2], before.as_strided(runs.shape, runs.stride(), first), bits, block_numel)
-        assert equal_bits(flat, before), (dtype, bits)
-        compared += 4 + _check_means(payloads, run_numel, bits, block_numel, first, gap)
-    return compared
+        values = torch.randn(2, run_numel, generator=torch.Generator().manual_seed(blocks)).to(dtype)
+        at_place = (values, first, gap, bits, block_numel)
+        payloads, _, noisy = (same("encode_blocks", encoded, *at_place, *options) for options in ((), (True, None), (False, 1)))
+        same("decode_blocks", decoded, payloads[2], *at_place)
+        payloads[1] = noisy[1]
+        before = torch.linspace(-1, 1, 2 * run_numel).view(2, -1)
+        for options in product((False, True), repeat=2):
+            same("decode_mean_blocks", mean, payloads, before, first, gap, bits, block_numel, *options)
+        for next_bits in BITS:
+            same("recode_mean_blocks", recoded, payloads, run_numel, bits, next_bits, block_numel)
 
 
-def _check_means(payloads: Tensor, run_numel: int, bits: int, block_numel: int, first: int, gap: int) -> int:
-    stride = first + run_numel + gap
-    flat = at_the_end_of_memory(torch.linspace(-1, 1, 2 * stride - gap))
-    before = flat.clone()
-    for options in ((True, False), (True, True), (False, True), (False, False)):
-        torch.ops.megatron_zpp.decode_mean_blocks(
-            payloads, flat.as_strided((2, run_numel), (stride, 1), first), bits, block_numel, *options
-        )
-        reference.decode_mean_blocks(payloads, before.as_strided((2, run_numel), (stride, 1), first), bits, block_numel, *options)
-        assert equal_bits(flat, before), (bits, options)
-    for next_bits in BITS:
-        recoded = at_the_end_of_memory(torch.full((2, coded_bytes(run_numel, next_bits, block_numel)), UNTOUCHED, dtype=torch.uint8))
-        expected = recoded.clone()
-        torch.ops.megatron_zpp.recode_mean_blocks(payloads, recoded, run_numel, bits, next_bits, block_numel)
-        reference.recode_mean_blocks(payloads, expected, run_numel, bits, next_bits, block_numel)
-        assert equal_bits(recoded, expected), (bits, next_bits)
-    return 6
+def check_all_rows(comparison: Comparison) -> None:
+    shapes = [(32, 1), (32, 67), (96, 5), (256, 9), (1056, 2)]
+    for shape, place in product(shapes, ((0, 0), (0, 8), (1, 0), (3, 2))):
+        check_rows(comparison, *shape, *place)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.ops.load_library(sys.argv[1])
-    shapes = [(32, 1), (32, 67), (96, 5), (256, 9), (1056, 2)]
-    print(sum(check_rows(*shape, first, gap) for shape in shapes for first, gap in ((0, 0), (0, 8), (1, 0), (3, 2))))
+    run_as_program(check_all_rows)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.per_block import equal_bits
-from megatron_zpp.ops import reference
+from harness.bit_differences import Comparison, Ops, run_as_program
 from megatron_zpp.ops.payload import coded_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +18,6 @@ SLICES = 3
 MARGIN_BYTES = 48  # behind codes and scales, where an exact run would be
 UNTOUCHED = 0xA5
 KINDS_WITH_OPTIONS = (0, 2, 3, 7, 9, 12, 15)  # ordinary, two subnormal, one whose sums overflow, with ties, with NaN, with infinity
-Ops = ModuleType | Any
 
 
 def kinds_of_values(dtype: torch.dtype, run_numel: int) -> Iterator[Tensor]:
@@ -45,19 +41,19 @@ def kinds_of_values(dtype: torch.dtype, run_numel: int) -> Iterator[Tensor]:
 
 def encoded(ops: Ops, values: Tensor, bits: int, block_numel: int, rotated: bool = False, noise_key: int | None = None) -> Tensor:
     row_bytes = coded_bytes(values.shape[1], bits, block_numel)
-    payloads = torch.full((values.shape[0], row_bytes + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8)
+    payloads = torch.full((values.shape[0], row_bytes + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8, device=values.device)
     ops.encode_blocks(values, payloads, bits, block_numel, rotated, noise_key)
     return payloads
 
 
 def decoded(ops: Ops, payloads: Tensor, run_numel: int, dtype: torch.dtype, bits: int, block_numel: int) -> Tensor:
-    values = torch.full((payloads.shape[0], run_numel), 7.0, dtype=dtype)
+    values = torch.full((payloads.shape[0], run_numel), 7.0, dtype=dtype, device=payloads.device)
     ops.decode_blocks(payloads, values, bits, block_numel)
     return values
 
 
 def mean(ops: Ops, payloads: Tensor, run_numel: int, bits: int, block_numel: int, accumulate: bool, rotated: bool = False) -> Tensor:
-    target = torch.linspace(-1, 1, payloads.shape[1] * run_numel).view(-1, run_numel).clone()
+    target = torch.linspace(-1, 1, payloads.shape[1] * run_numel).view(-1, run_numel).to(payloads.device)
     ops.decode_mean_blocks(payloads, target, bits, block_numel, accumulate, rotated)
     return target
 
@@ -65,62 +61,55 @@ def mean(ops: Ops, payloads: Tensor, run_numel: int, bits: int, block_numel: int
 def recoded(
     ops: Ops, payloads: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int, noise_key: int | None = None
 ) -> Tensor:
-    target = torch.full((payloads.shape[1], coded_bytes(run_numel, next_bits, block_numel) + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8)
+    row_bytes = coded_bytes(run_numel, next_bits, block_numel)
+    target = torch.full((payloads.shape[1], row_bytes + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8, device=payloads.device)
     ops.recode_mean_blocks(payloads, target, run_numel, bits, next_bits, block_numel, noise_key)
     return target
 
 
-class Comparison:
-    """Counts the results of kernels that were compared with the reference's; AssertionError at the first differing bit."""
-
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
-        self.compared = 0
-
-    def same(self, make: Callable[..., Tensor], *arguments: object) -> Tensor:
-        expected = make(reference, *arguments)
-        assert equal_bits(make(self._ops, *arguments), expected), (make.__name__, arguments)
-        self.compared += 1
-        return expected
-
-
-def check_all(ops: Ops, block_numel: int, blocks: int) -> int:
-    """Raises AssertionError at the first differing bit; returns how many results were compared. Without options."""
-    run_numel, comparison = block_numel * blocks, Comparison(ops)
-    same = comparison.same
+def check_all(comparison: Comparison, block_numel: int, blocks: int) -> None:
+    """Compares the kernels of codes on values of all kinds, without options."""
+    run_numel, same = block_numel * blocks, comparison.same
     for dtype, bits in product(DTYPES, BITS):
-        kinds = [same(encoded, values, bits, block_numel) for values in kinds_of_values(dtype, run_numel)]
-        for payloads, output in product(kinds, DTYPES):
-            same(decoded, payloads, run_numel, output, bits, block_numel)
+        kinds = [
+            same("encode_blocks", encoded, values, bits, block_numel, about=f"kind {kind}")
+            for kind, values in enumerate(kinds_of_values(dtype, run_numel))
+        ]
+        for (kind, payloads), output in product(enumerate(kinds), DTYPES):
+            same("decode_blocks", decoded, payloads, run_numel, output, bits, block_numel, about=f"kind {kind} of {dtype}")
         received = torch.stack(kinds)
         for first, members in product(range(0, len(kinds), 4), (1, 2, 3, 4)):
-            some = received[first : first + members]
-            same(mean, some, run_numel, bits, block_numel, False)
-            same(mean, some, run_numel, bits, block_numel, True)
-            for next_bits in BITS:
-                same(recoded, some, run_numel, bits, next_bits, block_numel)
-    return comparison.compared
+            some, about = received[first : first + members], f"kinds from {first} of {dtype}"
+            for accumulate, next_bits in zip((False, True), BITS, strict=True):
+                same("decode_mean_blocks", mean, some, run_numel, bits, block_numel, accumulate, about=about)
+                same("recode_mean_blocks", recoded, some, run_numel, bits, next_bits, block_numel, about=about)
 
 
-def check_options(ops: Ops, block_numel: int, blocks: int) -> int:
+def check_options(comparison: Comparison, block_numel: int, blocks: int) -> None:
     """check_all for rotated values and stochastic rounding, on some kinds of values."""
-    run_numel, comparison = block_numel * blocks, Comparison(ops)
-    same = comparison.same
+    run_numel, same = block_numel * blocks, comparison.same
     for dtype, bits in product(DTYPES, BITS):
+        every_kind = list(kinds_of_values(dtype, run_numel))
         for rotated, noise_key in ((True, None), (False, 0), (True, 2**63 - 1)):
-            every_kind = list(kinds_of_values(dtype, run_numel))
-            kinds = [same(encoded, every_kind[kind], bits, block_numel, rotated, noise_key) for kind in KINDS_WITH_OPTIONS]
+            kinds = [
+                same("encode_blocks", encoded, every_kind[kind], bits, block_numel, rotated, noise_key, about=f"kind {kind}")
+                for kind in KINDS_WITH_OPTIONS
+            ]
         received = torch.stack(kinds)
         for first, members in ((0, 1), (1, 3)):
-            some = received[first : first + members]
+            some, about = received[first : first + members], f"kinds from {KINDS_WITH_OPTIONS[first]} of {dtype}"
             for accumulate, next_bits in zip((False, True), BITS, strict=True):
-                same(mean, some, run_numel, bits, block_numel, accumulate, True)
-                same(recoded, some, run_numel, bits, next_bits, block_numel, members)
-    return comparison.compared
+                same("decode_mean_blocks", mean, some, run_numel, bits, block_numel, accumulate, True, about=about)
+                same("recode_mean_blocks", recoded, some, run_numel, bits, next_bits, block_numel, members, about=about)
+
+
+def check_sizes(comparison: Comparison, sizes: Iterable[str]) -> None:
+    """Both, for sizes as on the command line."""
+    for size in sizes:
+        block_numel, blocks = map(int, size.split(":"))
+        check_all(comparison, block_numel, blocks)
+        check_options(comparison, block_numel, blocks)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.ops.load_library(sys.argv[1])
-    sizes = [[int(number) for number in size.split(":")] for size in sys.argv[2:]]
-    print(sum(check(torch.ops.megatron_zpp, *size) for size in sizes for check in (check_all, check_options)))
+    run_as_program(lambda comparison: check_sizes(comparison, sys.argv[2:]))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from harness.per_block import equal_bits
-from megatron_zpp.ops import reference
+from harness.bit_differences import Comparison, Ops, run_as_program
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RUNS = (0, 1, 7, 8, 40, 1023, 2048, 4099)  # lengths that are no multiple of 8 among them, and longer than one part of the C++ kernel
@@ -29,10 +27,10 @@ def values_of(dtype: torch.dtype, members: int, run_numel: int) -> Tensor:
     return values.to(dtype)
 
 
-def placed(values: Tensor, first: int, gap: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def placed(values: Tensor, first: int, gap: int) -> tuple[Tensor, Tensor]:
     """A storage with guards, and the rows in it that have the values: they begin `first` elements in, `gap` elements apart."""
     *rows, run_numel = values.shape
-    storage = torch.full((*rows, first + run_numel + gap), GUARD, dtype=values.dtype, device=device)
+    storage = torch.full((*rows, first + run_numel + gap), GUARD, dtype=values.dtype, device=values.device)
     part = storage[..., first : first + run_numel]
     part.copy_(values)
     return storage, part
@@ -49,23 +47,19 @@ def without_nan_bits(values: Tensor) -> Tensor:
     return values.clone().masked_fill_(values.isnan(), float("nan"))
 
 
-def check(device: str = "cpu") -> int:
-    """Raises AssertionError at the first differing bit; returns how many results were compared."""
-    compared = 0
-    for case in cases():
-        dtype, stored, accumulate, run_numel, members, (first, gap) = case
+def mean(ops: Ops, values: Tensor, before: Tensor, first: int, gap: int, accumulate: bool) -> Tensor:
+    """The storage, with its guards, in which the mean is written to the rows of `before`, or added."""
+    _, source = placed(values, first, gap)
+    storage, target = placed(before, first, gap)
+    ops.mean_values(source, target, accumulate)
+    return without_nan_bits(storage.cpu())
+
+
+def check(comparison: Comparison) -> None:
+    for dtype, stored, accumulate, run_numel, members, place in cases():
         values, before = values_of(dtype, members, run_numel), values_of(stored, 1, run_numel)[0].flip(-1)
-        expected, written = placed(before, first, gap)
-        reference.mean_values(values, written, accumulate)
-        _, source = placed(values, first, gap, device)
-        storage, target = placed(before, first, gap, device)
-        torch.ops.megatron_zpp.mean_values(source, target, accumulate)
-        assert equal_bits(without_nan_bits(storage.cpu()), without_nan_bits(expected)), case
-        compared += 1
-    return compared
+        comparison.same("mean_values", mean, values, before, *place, accumulate)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.ops.load_library(sys.argv[1])
-    print(check())
+    run_as_program(check)

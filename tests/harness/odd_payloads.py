@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from harness.bit_differences import Comparison, run_as_program
 from harness.kernel_bits import BITS, DTYPES, decoded, mean, recoded
-from harness.per_block import equal_bits
-from megatron_zpp.ops import reference
 from megatron_zpp.ops.payload import coded_bytes
 
 BLOCK = 32
@@ -29,26 +27,17 @@ def any_payloads(members: int, bits: int) -> Tensor:
     return payloads
 
 
-def check_any_payloads() -> int:
-    """Raises AssertionError at the first differing bit; returns how many results were compared."""
-    ops, run_numel, compared = torch.ops.megatron_zpp, BLOCK * BLOCKS, 0
-    for bits in BITS:
-        for members in (1, 2, 3, 5, 8):
-            payloads = any_payloads(members, bits)
-            for dtype in DTYPES:
-                arguments = (payloads[0], run_numel, dtype, bits, BLOCK)
-                assert equal_bits(decoded(ops, *arguments), decoded(reference, *arguments)), (bits, dtype)
-            for accumulate, rotated in product((False, True), repeat=2):
-                arguments = (payloads, run_numel, bits, BLOCK, accumulate, rotated)
-                assert equal_bits(mean(ops, *arguments), mean(reference, *arguments)), (bits, members, accumulate, rotated)
-            for next_bits, noise_key in product(BITS, (None, 1)):
-                arguments = (payloads, run_numel, bits, next_bits, BLOCK, noise_key)
-                assert equal_bits(recoded(ops, *arguments), recoded(reference, *arguments)), (bits, members, next_bits, noise_key)
-            compared += 11
-    return compared
+def check_any_payloads(comparison: Comparison) -> None:
+    same, run_numel = comparison.same, BLOCK * BLOCKS
+    for bits, members in product(BITS, (1, 2, 3, 5, 8)):
+        payloads = any_payloads(members, bits)
+        for dtype in DTYPES:
+            same("decode_blocks", decoded, payloads[0], run_numel, dtype, bits, BLOCK)
+        for accumulate, rotated in product((False, True), repeat=2):
+            same("decode_mean_blocks", mean, payloads, run_numel, bits, BLOCK, accumulate, rotated)
+        for next_bits, noise_key in product(BITS, (None, 1)):
+            same("recode_mean_blocks", recoded, payloads, run_numel, bits, next_bits, BLOCK, noise_key)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.ops.load_library(sys.argv[1])
-    print(check_any_payloads())
+    run_as_program(check_any_payloads)
