@@ -46,6 +46,7 @@ from gpu.outcome import NotDone, Outcome
 from gpu.place import Place
 from gpu.rank_processes import FOUND_VARIABLE, HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Ended, Sharing
 from gpu.stalls import MeasuredStreams
+from gpu.texts import printed
 from gpu.timed_ops import BOUND_BY_MEMORY, timed_ops
 from harness.bit_differences import Comparison
 from harness.fake_streams.gpus import Gpu, run_on_gpus
@@ -394,6 +395,27 @@ def test_the_part_bits_names_at_most_eight_differences_of_a_kernel_in_all_its_ch
     assert "holds: dropout: 240 results equal the reference's bit for bit" in outcome.lines
     in_all_checks = 360 + 18 + 24 + 9  # the last: of a long run all parts but the first, with which it begins
     assert outcome.lines[-1] == f"more results differ: {in_all_checks - 8} of decode_blocks"
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_is_printed_of_a_kernel_with_one_code_off_in_one_block_says_op_dtype_size_index_and_both_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode = torch.ops.megatron_zpp.encode_blocks
+
+    def one_code_off(values: Tensor, payloads: Tensor, bits_: int, block_numel: int, *others: Any) -> None:
+        encode(values, payloads, bits_, block_numel, *others)
+        if (values.dtype, bits_, block_numel) == (torch.bfloat16, 8, 96):
+            payloads[1, 500] ^= 1
+
+    monkeypatch.setattr(bits, "SIZES", ((32, 2), (96, 45)))
+    monkeypatch.setattr(torch.ops.megatron_zpp, "encode_blocks", one_code_off)
+    text = printed({"bits": {**run(bits).as_json("failed"), "seconds": 1.0}}, "gpu_check.txt")
+    case = "encode_blocks, values bfloat16 [3, 4320], bits 8, 45 blocks of 96, kind 0"
+    named = re.escape(f"FAILED, bits: {case}: row 1, byte 500 in the codes of block 5 is 0x")
+    found = re.search(rf"{named}([0-9a-f]{{2}}) instead of 0x([0-9a-f]{{2}}); 1 of [0-9,]+ elements differs", text)
+    assert found is not None and int(found[1], 16) ^ int(found[2], 16) == 1
+    assert text.count("FAILED, bits: ") == 8 and "more results differ: " in text
 
 
 @pytest.mark.usefixtures("kernels")

@@ -14,6 +14,8 @@ import torch
 from gpu.runner import FAILED_CODE, LATE_CODE, PASSED_CODE
 from harness.places import ROOT
 
+from megatron_zpp.ops.build import has_nvcc
+
 # What a fake GPU cannot do: cuDNN's attention, and ranks that wait for each other.
 CANNOT = ("--attention-backend fused", "lost_rank: ")
 ENDS_BADLY = re.compile(r"does not end with|and not with|ends well|the part died|Error")
@@ -21,7 +23,9 @@ ENDS_BADLY = re.compile(r"does not end with|and not with|ends well|the part died
 
 @pytest.mark.long
 @pytest.mark.gloo
-@pytest.mark.skipif(not (torch.version.cuda or "").startswith("13."), reason="fake GPUs need torch built for CUDA 13")
+@pytest.mark.skipif(
+    not (torch.version.cuda or "").startswith("13.") or not has_nvcc(), reason="fake GPUs need torch built for CUDA 13, and nvcc"
+)
 @pytest.mark.parametrize("number", ["1", "2", "3", "4"])
 def test_a_command_of_the_half_hour_runs_on_fake_gpus_to_its_end(number: str, tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/fake_gpus.py", "bash", "benchmarks/gpu_half_hour.sh", number]
