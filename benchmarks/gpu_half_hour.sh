@@ -38,9 +38,7 @@ if ((${shared:-0} < LEAST_SHARED_MEBIBYTES)); then
     { mkdir -p /dev/shm && mount -t tmpfs -o size=16g tmpfs /dev/shm; } 2>&1 | sed 's/^/shared memory: /' || true
 fi
 
-# Programs of an environment that is not active, and of CUDA's toolkit.
-PATH="$(dirname "$(command -v "${PYTHON:-python3}")"):$PATH:/usr/local/cuda/bin"
-export PATH PYTHONUNBUFFERED=1 TORCH_EXTENSIONS_DIR="$PWD/.build"
+export PATH="$PATH:/usr/local/cuda/bin" PYTHONUNBUFFERED=1 TORCH_EXTENSIONS_DIR="$PWD/.build"
 folder="${OUT:-gpu_half_hour}/$number"
 mkdir -p "$folder" .build
 chmod -R go-w .build # a build that others can write to is not loaded

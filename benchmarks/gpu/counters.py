@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gpu.commands import ROOT, python, run_program
 from gpu.deadline import Deadline
@@ -15,6 +15,7 @@ from gpu.place import Place, require_gpu, require_kernels
 PROGRAM = str(ROOT / "benchmarks" / "gpu" / "kernel_program.py")
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "LaunchStats")
 METRICS = ("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Registers Per Thread")
+LONGEST_NAME = 60
 
 
 def run(time: Deadline, outcome: Outcome) -> None:
@@ -27,21 +28,26 @@ def run(time: Deadline, outcome: Outcome) -> None:
     options = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "details", "--log-file", str(file)]
     sections = [word for section in SECTIONS for word in ("--section", section)]
     done = run_program(["ncu", *options, *sections, *python(PROGRAM, "counters")], time, os.environ)
-    rows = table(file.read_text(errors="replace").splitlines() if file.is_file() else [])
-    outcome.say("in this order:", *done.said, *rows, f"everything is in {file.name}")
+    kernels = table(file.read_text(errors="replace").splitlines() if file.is_file() else [])
+    outcome.say(*in_words(kernels, done.said), f"everything is in {file.name}")
     if done.code is None:
         outcome.ran_late("the end of ncu")
         return
-    outcome.check(f"ncu has counted {len(rows)} kernels (exit code {done.code})", holds=done.code == 0 and bool(rows))
+    outcome.check(f"ncu has counted {len(kernels)} kernels (exit code {done.code})", holds=done.code == 0 and bool(kernels))
 
 
-def table(lines: Iterable[str]) -> list[str]:
-    """A line per kernel, in the order of their launches, with METRICS. lines: of the CSV of ncu, with its messages."""
-    by_kernel: dict[str, dict[str, str]] = {}
+def table(lines: Iterable[str]) -> list[tuple[str, str]]:
+    """The name of each kernel, in the order of their launches, and METRICS. lines: of the CSV of ncu, with its messages."""
+    by_launch: dict[str, dict[str, str]] = {}
     for row in csv.DictReader(line for line in lines if line.startswith('"')):
-        kernel = by_kernel.setdefault(row.get("ID") or "", {"name": (row.get("Kernel Name") or "")[:60]})
+        kernel = by_launch.setdefault(row.get("ID") or "", {"name": row.get("Kernel Name") or ""})
         if row.get("Metric Name") in METRICS:
             kernel[row["Metric Name"]] = f"{row.get('Metric Value')} {row.get('Metric Unit')}"
-    return [
-        f"    {found['name']}: " + ", ".join(f"{name} {found[name]}" for name in METRICS if name in found) for found in by_kernel.values()
-    ]
+    return [(found["name"], ", ".join(f"{name} {found[name]}" for name in METRICS if name in found)) for found in by_launch.values()]
+
+
+def in_words(kernels: Sequence[tuple[str, str]], said: Sequence[str]) -> list[str]:
+    """A line per kernel. said: what the program has printed, which is a line per call if each call has launched one kernel."""
+    if len(said) == len(kernels):
+        return [f"{call}: {metrics}" for call, (_, metrics) in zip(said, kernels, strict=True)]
+    return [*(f"{name[:LONGEST_NAME]}: {metrics}" for name, metrics in kernels), "the program has printed:", *said]

@@ -101,17 +101,23 @@ CSV = (
     '"0","encode","GPU Speed Of Light Throughput","Duration","us","40.1"\\n'
     '"1","decode, mean","Launch Statistics","Registers Per Thread","register/thread","40"\\n'
 )
+METRICS = ("Duration 40.1 us, DRAM Throughput 91.5 %", "Registers Per Thread 40 register/thread")
 
 
-def test_the_counters_of_every_kernel_become_a_line(tmp_path: Path, on_a_gpu: FakeCommands) -> None:
-    on_a_gpu.add("ncu", f"print('INT8, encode'); open(words[words.index('--log-file') + 1], 'w').write('{CSV}')")
+@pytest.mark.parametrize(
+    "said, lines",
+    [
+        (["INT8, encode", "INT8, mean"], [f"INT8, encode: {METRICS[0]}", f"INT8, mean: {METRICS[1]}"]),
+        (["INT8, encode"], [f"encode: {METRICS[0]}", f"decode, mean: {METRICS[1]}", "the program has printed:", "INT8, encode"]),
+    ],
+)
+def test_the_counters_of_every_kernel_become_a_line_with_the_name_of_its_call_if_each_has_one_kernel(
+    said: list[str], lines: list[str], tmp_path: Path, on_a_gpu: FakeCommands
+) -> None:
+    on_a_gpu.add("ncu", f"print({chr(10).join(said)!r}); open(words[words.index('--log-file') + 1], 'w').write('{CSV}')")
     outcome = Outcome(folder=tmp_path)
     counters.run(Deadline(60.0), outcome)
-    assert outcome.lines[1:4] == [
-        "INT8, encode",
-        "    encode: Duration 40.1 us, DRAM Throughput 91.5 %",
-        "    decode, mean: Registers Per Thread 40 register/thread",
-    ]
+    assert outcome.lines[:-1] == [*lines, "everything is in ncu.csv"]
     assert outcome.failures == [] and "counted 2 kernels" in outcome.lines[-1]
 
 
