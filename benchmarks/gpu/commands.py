@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu.deadline import Deadline
+from gpu.outcome import NotDone
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +34,12 @@ def run_program(words: list[str], time: Deadline, environment: Mapping[str, str]
         process.kill()
         said, code = error.stdout or b"", None
     return Done(code, said.decode(errors="replace").strip().splitlines())
+
+
+def require_program(name: str) -> None:
+    """Raises NotDone if a program of CUDA's toolkit is not found."""
+    if shutil.which(name) is None:
+        raise NotDone(f"{name} is not on PATH; it is in the folder bin of CUDA's toolkit")
 
 
 def python(*words: str) -> list[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import time as clock
 
-from gpu.commands import run_program
+from gpu.commands import require_program, run_program
 from gpu.deadline import Deadline
-from gpu.outcome import NotDone, Outcome
+from gpu.outcome import Outcome
 
 
 def run(time: Deadline, outcome: Outcome) -> None:
-    if shutil.which("nvcc") is None:
-        raise NotDone("nvcc is not on PATH")
+    require_program("nvcc")
     start = clock.monotonic()
     done = run_program(["bash", "scripts/compile_cuda.sh"], time)
     outcome.measure(seconds=round(clock.monotonic() - start, 1))

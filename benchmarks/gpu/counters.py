@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 
-from gpu.commands import ROOT, python, run_program
+from gpu.commands import ROOT, python, require_program, run_program
 from gpu.deadline import Deadline
-from gpu.outcome import NotDone, Outcome
+from gpu.outcome import Outcome
 from gpu.place import Place, require_gpu, require_kernels
 
 PROGRAM = str(ROOT / "benchmarks" / "gpu" / "kernel_program.py")
@@ -22,8 +21,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
     place = Place.here()
     require_gpu(place)
     require_kernels(place)
-    if shutil.which("ncu") is None:
-        raise NotDone("ncu is not on PATH; it is in the folder bin of CUDA's toolkit, or in that of Nsight Compute")
+    require_program("ncu")
     file = outcome.folder / "ncu.csv"
     options = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "details", "--log-file", str(file)]
     sections = [word for section in SECTIONS for word in ("--section", section)]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 
-from gpu.commands import ROOT, python, run_program
+from gpu.commands import ROOT, python, require_program, run_program
 from gpu.deadline import Deadline
 from gpu.files import write_text
-from gpu.outcome import NotDone, Outcome
+from gpu.outcome import Outcome
 from gpu.place import Place, require_gpu, require_kernels
 
 TOOLS = ("memcheck", "racecheck")
@@ -22,8 +21,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
     place = Place.here()
     require_gpu(place)
     require_kernels(place)
-    if shutil.which("compute-sanitizer") is None:
-        raise NotDone("compute-sanitizer is not on PATH; it is in the folder bin of CUDA's toolkit")
+    require_program("compute-sanitizer")
     for left, tool in zip(range(len(TOOLS), 0, -1), TOOLS, strict=True):
         # Calls that fail are left out: torch tries some that may, and raises an error for others.
         options = ["--tool", tool, "--error-exitcode", str(ERROR_CODE), "--report-api-errors", "no"]
