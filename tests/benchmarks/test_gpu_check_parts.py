@@ -92,6 +92,24 @@ def test_the_part_machine_says_why_torch_finds_no_gpu(monkeypatch: pytest.Monkey
         run(machine)
 
 
+def test_what_cannot_be_told_of_a_machine_is_no_reason_to_stop_but_a_gpu_that_does_not_compute_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a part that has passed lets the others run."""
+
+    def fail() -> Any:
+        raise OSError("no such network")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(8))
+    monkeypatch.setattr(machine.socket, "if_nameindex", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: fail())
+    found = run(machine)
+    assert found.end() == "passed" and f"torch: {torch.__version__}" in found.lines
+    assert found.omissions[0] == found.omissions[-1] == "a description of this machine: OSError: no such network"
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: fail())
+    with pytest.raises(OSError, match="no such network"):
+        run(machine)
+
+
 @pytest.mark.parametrize("free_mebibytes, is_enough", [(64, False), (4096, True)])
 def test_the_part_machine_says_if_shared_memory_is_too_small_for_the_ranks_of_nccl(
     free_mebibytes: int, is_enough: bool, monkeypatch: pytest.MonkeyPatch
