@@ -14,6 +14,7 @@ from gpu.place import Place, require_gpu, require_kernels
 
 PROGRAM = str(ROOT / "benchmarks" / "gpu" / "kernel_program.py")
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "LaunchStats")
+MOST_ERRORS = 10  # of ncu, that are said
 METRICS = ("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Registers Per Thread")
 
 
@@ -27,8 +28,14 @@ def run(time: Deadline, outcome: Outcome) -> None:
     options = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "details", "--log-file", str(file)]
     sections = [word for section in SECTIONS for word in ("--section", section)]
     done = run_program(["ncu", *options, *sections, *python(PROGRAM, "counters")], time, os.environ)
-    rows = table(file.read_text(errors="replace").splitlines() if file.is_file() else [])
-    outcome.say("in this order:", *done.said, *rows, f"everything is in {file.name}")
+    lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    rows = table(lines)
+    outcome.say(*[line for line in lines if line.startswith("==ERROR==")][:MOST_ERRORS])
+    if len(rows) == len(done.said):  # each call starts one kernel
+        outcome.say(*(f"{call}: {row}" for call, row in zip(done.said, rows, strict=True)))
+    else:
+        outcome.say(*rows, "the calls, in their order:", *done.said)
+    outcome.say(f"everything is in {file.name}")
     if done.code is None:
         outcome.ran_late("the end of ncu")
         return
@@ -42,6 +49,4 @@ def table(lines: Iterable[str]) -> list[str]:
         kernel = by_kernel.setdefault(row.get("ID") or "", {"name": (row.get("Kernel Name") or "")[:60]})
         if row.get("Metric Name") in METRICS:
             kernel[row["Metric Name"]] = f"{row.get('Metric Value')} {row.get('Metric Unit')}"
-    return [
-        f"    {found['name']}: " + ", ".join(f"{name} {found[name]}" for name in METRICS if name in found) for found in by_kernel.values()
-    ]
+    return [", ".join([found["name"], *(f"{name} {found[name]}" for name in METRICS if name in found)]) for found in by_kernel.values()]
