@@ -9,11 +9,13 @@ from collections.abc import Iterable
 
 from gpu.commands import ROOT, python, run_program
 from gpu.deadline import Deadline
+from gpu.kernel_program import BLOCK_NUMEL, RUN_NUMEL, own_ops
 from gpu.outcome import NotDone, Outcome
 from gpu.place import Place, require_gpu, require_kernels
 
 PROGRAM = str(ROOT / "benchmarks" / "gpu" / "kernel_program.py")
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "LaunchStats")
+WRITE_SECONDS = 40.0  # of the time; ncu starts torch, and writes everything when the program has ended
 MOST_ERRORS = 10  # of ncu, that are said
 METRICS = ("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Registers Per Thread")
 
@@ -27,7 +29,8 @@ def run(time: Deadline, outcome: Outcome) -> None:
     file = outcome.folder / "ncu.csv"
     options = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "details", "--log-file", str(file)]
     sections = [word for section in SECTIONS for word in ("--section", section)]
-    done = run_program(["ncu", *options, *sections, *python(PROGRAM, "counters")], time, os.environ)
+    seconds = f"{time.remaining_seconds() - WRITE_SECONDS:.0f}"
+    done = run_program(["ncu", *options, *sections, *python(PROGRAM, "counters", seconds)], time, os.environ)
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
     rows = table(lines)
     outcome.say(*[line for line in lines if line.startswith("==ERROR==")][:MOST_ERRORS])
@@ -39,6 +42,8 @@ def run(time: Deadline, outcome: Outcome) -> None:
     if done.code is None:
         outcome.ran_late("the end of ncu")
         return
+    if done.code == 0 and (missing := sum(1 for _ in own_ops(RUN_NUMEL, BLOCK_NUMEL)) - len(done.said)):
+        outcome.ran_late(f"the last {missing} calls")
     outcome.check(f"ncu has counted {len(rows)} kernels (exit code {done.code})", holds=done.code == 0 and bool(rows))
 
 

@@ -1,6 +1,7 @@
 """Runs every kernel of the library a few times on a GPU, for compute-sanitizer; or each call that is timed, for ncu.
 
-python kernel_program.py sanitizer|counters
+python kernel_program.py sanitizer
+python kernel_program.py counters SECONDS
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 
+from gpu.deadline import Deadline  # noqa: E402
 from gpu.timed_ops import Op, timed_ops  # noqa: E402
 from megatron_zpp.ops import extension  # noqa: E402
 
 SLICES, BLOCK_NUMEL, RUN_NUMEL = 4, 256, 8 * 2**20  # 64 MB of bf16 in all
 # Values per block and per slice: a few threads share the smallest block, and a team of threads cannot hold the largest.
 FEW = ((32, 8192), (256, 8192), (8224, 8 * 8224))
+CALL_SECONDS = 10.0  # below which no further call is profiled
 
 
 def own_ops(run_numel: int, block_numel: int) -> Iterator[Op]:
@@ -36,10 +39,12 @@ def run_few() -> None:
             torch.cuda.synchronize()
 
 
-def run_profiled() -> None:
-    """Each call once, its kernel alone between start and stop of the profiler."""
+def run_profiled(time: Deadline) -> None:
+    """Each call once, its kernel alone between start and stop of the profiler, as long as there is time."""
     runtime = torch.cuda.cudart()
     for codes, op, make in own_ops(RUN_NUMEL, BLOCK_NUMEL):
+        if not time.has(CALL_SECONDS):
+            return
         call, _ = make()
         torch.cuda.synchronize()
         print(f"{codes}, {op}", flush=True)
@@ -54,4 +59,7 @@ if __name__ == "__main__":
     extension.load()
     if not extension.has_kernels_for("cuda"):
         sys.exit(extension.report("cuda"))
-    {"sanitizer": run_few, "counters": run_profiled}[sys.argv[1]]()
+    if sys.argv[1] == "sanitizer":
+        run_few()
+    else:
+        run_profiled(Deadline(float(sys.argv[2])))

@@ -134,15 +134,17 @@ def counted(fakes: FakeCommands, folder: Path, calls: str, log: str, code: int =
     """The part with an ncu that prints these calls and leaves this log."""
     fakes.add("ncu", f"print('{calls}'); open(words[words.index('--log-file') + 1], 'w').write('{log}'); sys.exit({code})")
     outcome = Outcome(folder=folder)
-    counters.run(Deadline(600.0), outcome)
+    counters.run(Deadline(600.0, lambda: 0.0), outcome)
     return outcome
 
 
 def test_the_counters_of_every_kernel_become_a_line_with_the_call_that_started_it(tmp_path: Path, on_a_gpu: FakeCommands) -> None:
     kernels = ["encode, Duration 40.1 us, DRAM Throughput 91.5 %", "decode, mean, Registers Per Thread 40 register/thread"]
-    outcome = counted(on_a_gpu, tmp_path, "INT8, encode\\nINT8, decode", CSV)
+    outcome = counted(on_a_gpu, tmp_path, "INT8, encode\\nINT8, decode", CSV)  # two of 42 calls
     assert outcome.lines[:2] == [f"INT8, encode: {kernels[0]}", f"INT8, decode: {kernels[1]}"]
     assert outcome.failures == [] and "counted 2 kernels" in outcome.lines[-1]
+    assert outcome.late == ["the last 40 calls"]
+    assert on_a_gpu.calls("ncu")[0].words[-3:] == [counters.PROGRAM, "counters", "560"]  # ncu that is killed writes nothing
     outcome = counted(on_a_gpu, tmp_path, "INT8, encode", CSV)
     assert outcome.lines[:4] == [*kernels, "the calls, in their order:", "INT8, encode"]
 
