@@ -16,7 +16,7 @@ They run parts of gpu_check.sh, which needs torch, numpy and nvcc, and no networ
 what is printed has less than 12,000 characters. Exit code: 4 if there is no GPU, else that of gpu_check.sh.
 
 Kernels are built once, into .build, and packed as $OUT/1/build.tgz: unpack it into the repository on the next machine that is bare.
-Without space for NCCL's ranks in /dev/shm, more is mounted there, if this user may.
+2 and 3 mount more space for NCCL's ranks at /dev/shm if it has little and this user may.
 TEXT
 }
 
@@ -34,19 +34,21 @@ shift
 
 readonly LEAST_SHARED_MEBIBYTES=4096
 shared="$(df -m --output=avail /dev/shm 2>/dev/null | tail -1 || true)"
-if ((${shared:-0} < LEAST_SHARED_MEBIBYTES)); then
+if [[ "$number" == [23] ]] && ((${shared:-0} < LEAST_SHARED_MEBIBYTES)); then
     { mkdir -p /dev/shm && mount -t tmpfs -o size=16g tmpfs /dev/shm; } 2>&1 | sed 's/^/shared memory: /' || true
 fi
 
 export PATH="$PATH:/usr/local/cuda/bin" PYTHONUNBUFFERED=1 TORCH_EXTENSIONS_DIR="$PWD/.build"
 folder="${OUT:-gpu_half_hour}/$number"
 mkdir -p "$folder" .build
-chmod -R go-w .build # a build that others can write to is not loaded
+# A build that others own or can write to is not loaded; unpacking one may keep the owner that it had.
+chown -R "$(id -u)" .build || true
+chmod -R go-w .build || true
 
 code=0
 bash benchmarks/gpu_check.sh --limit-seconds "$seconds" --output "$folder" --parts "${parts[@]}" "$@" || code=$?
 if ((number == 1)); then
-    tar -czf "$folder/build.tgz" .build
+    tar -czf "$folder/build.tgz" .build || echo "build.tgz is not whole"
 fi
 echo "command $number: exit code $code after $SECONDS s"
 exit "$code"

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from gpu.outcome import NotDone, Outcome
 
 LONGEST = 400  # characters of an error
+OF_CUDA = ("cuda error", "could not be launched")  # the words of torch, and of the kernels of this repository
+# Errors of CUDA for which a call is refused; nothing has run, and the next call may work.
+REFUSALS = ("out of memory", "invalid argument", "invalid configuration argument", "too many resources requested", "no kernel image")
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the device cannot be used any more: an illegal access, a failed assertion or a failed launch."""
+    """Whether the device cannot be used any more: an illegal access, a failed assertion or a launch that failed while it ran."""
     text = str(error).lower()
-    return "cuda error" in text and "out of memory" not in text
+    return any(words in text for words in OF_CUDA) and not any(refusal in text for refusal in REFUSALS)
 
 
 def attempt(outcome: Outcome, what: str, call: Callable[[], None]) -> None:

@@ -1,11 +1,13 @@
 """Runs every kernel of the library a few times on a GPU, for compute-sanitizer; or each call that is timed, for ncu.
 
-python kernel_program.py sanitizer|counters
+python kernel_program.py sanitizer
+python kernel_program.py counters SECONDS
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,29 +15,36 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 
-from gpu.timed_ops import timed_ops  # noqa: E402
+from gpu.deadline import Deadline  # noqa: E402
+from gpu.timed_ops import Op, timed_ops  # noqa: E402
 from megatron_zpp.ops import extension  # noqa: E402
 
 SLICES, BLOCK_NUMEL, RUN_NUMEL = 4, 256, 8 * 2**20  # 64 MB of bf16 in all
 # Values per block and per slice: a few threads share the smallest block, and a team of threads cannot hold the largest.
 FEW = ((32, 8192), (256, 8192), (8224, 8 * 8224))
+CALL_SECONDS = 10.0  # below which no further call is profiled
+
+
+def own_ops(run_numel: int, block_numel: int) -> Iterator[Op]:
+    """The calls of the library's own kernels."""
+    return (op for op in timed_ops(SLICES, run_numel, block_numel) if "by torch" not in op[1])
 
 
 def run_few() -> None:
     """All calls on few values: under compute-sanitizer a kernel is hundreds of times slower."""
     for block_numel, run_numel in FEW:
-        for codes, op, make in timed_ops(SLICES, run_numel, block_numel):
+        for codes, op, make in own_ops(run_numel, block_numel):
             print(f"{codes}, {op}, blocks of {block_numel}", flush=True)
             make()[0]()
             torch.cuda.synchronize()
 
 
-def run_profiled() -> None:
-    """Each call once, its kernel alone between start and stop of the profiler."""
+def run_profiled(time: Deadline) -> None:
+    """Each call once, its kernel alone between start and stop of the profiler, as long as there is time."""
     runtime = torch.cuda.cudart()
-    for codes, op, make in timed_ops(SLICES, RUN_NUMEL, BLOCK_NUMEL):
-        if "by torch" in op:
-            continue
+    for codes, op, make in own_ops(RUN_NUMEL, BLOCK_NUMEL):
+        if not time.has(CALL_SECONDS):
+            return
         call, _ = make()
         torch.cuda.synchronize()
         print(f"{codes}, {op}", flush=True)
@@ -48,4 +57,9 @@ def run_profiled() -> None:
 
 if __name__ == "__main__":
     extension.load()
-    {"sanitizer": run_few, "counters": run_profiled}[sys.argv[1]]()
+    if not extension.has_kernels_for("cuda"):
+        sys.exit(extension.report("cuda"))
+    if sys.argv[1] == "sanitizer":
+        run_few()
+    else:
+        run_profiled(Deadline(float(sys.argv[2])))

@@ -1,4 +1,7 @@
-"""Describes the machine: GPU, driver, compilers and libraries. A machine without a GPU that can be used is not done."""
+"""Describes the machine: GPU, driver, compilers and libraries. A machine without a GPU that can be used is not done.
+
+Nothing else runs if this part does not pass. So what cannot be described is omitted, and only a GPU that does not compute is a failure.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ import socket
 import subprocess
 import sysconfig
 import warnings
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from gpu.deadline import Deadline
+from gpu.device_errors import in_words
 from gpu.outcome import NotDone, Outcome
 
 PROGRAMS = ("nvcc", "ninja", "gcc", "git", "ncu", "compute-sanitizer")
@@ -23,6 +28,23 @@ NCCL_SHARED_BYTES, RANKS, COMMUNICATORS = 34 << 20, 4, 6
 
 
 def run(time: Deadline, outcome: Outcome) -> None:
+    try:
+        _try(outcome, _describe_host)
+        _try(outcome, _measure_shared_memory)
+        _use_gpu(outcome)
+        _try(outcome, _describe_gpu)
+    finally:
+        outcome.say(*(f"{name}: {fact}" for name, fact in outcome.measured.items()))
+
+
+def _try(outcome: Outcome, describe: Callable[[Outcome], None]) -> None:
+    try:
+        describe(outcome)
+    except Exception as error:
+        outcome.omit(f"a description of this machine: {in_words(error)}")
+
+
+def _describe_host(outcome: Outcome) -> None:
     outcome.measure(
         python=platform.python_version(),
         cores=len(os.sched_getaffinity(0)),
@@ -41,11 +63,6 @@ def run(time: Deadline, outcome: Outcome) -> None:
         missing=[name for name in PROGRAMS if _found(name) is None] + [name for name in PACKAGES if _version(name) is None],
         packages={name: found for name in PACKAGES if (found := _version(name)) is not None},
     )
-    _measure_shared_memory(outcome)
-    try:
-        _measure_gpu(outcome)
-    finally:
-        outcome.say(*(f"{name}: {fact}" for name, fact in outcome.measured.items()))
 
 
 def _measure_shared_memory(outcome: Outcome) -> None:
@@ -60,7 +77,8 @@ def _measure_shared_memory(outcome: Outcome) -> None:
         )
 
 
-def _measure_gpu(outcome: Outcome) -> None:
+def _use_gpu(outcome: Outcome) -> None:
+    """Raises NotDone without a GPU, and an error if it runs no kernel."""
     import numpy
     import torch
 
@@ -72,6 +90,12 @@ def _measure_gpu(outcome: Outcome) -> None:
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
         why = "".join(f"; {one.message}" for one in caught)
         raise NotDone(f"everything on a GPU: torch finds none here (torch {torch.__version__} is built for {built_for}{why})")
+    torch.ones(8, device="cuda").sum().item()
+
+
+def _describe_gpu(outcome: Outcome) -> None:
+    import torch
+
     properties = torch.cuda.get_device_properties(0)
     outcome.measure(
         gpus=torch.cuda.device_count(),
@@ -81,9 +105,8 @@ def _measure_gpu(outcome: Outcome) -> None:
         gpu_gibibytes=round(properties.total_memory / 2**30, 1),
         free_gibibytes=round(torch.cuda.mem_get_info()[0] / 2**30, 1),
         nccl=".".join(map(str, torch.cuda.nccl.version())),
-        cudnn=torch.backends.cudnn.version(),
+        cudnn=torch.backends.cudnn.version(),  # an error if the cuDNN that is found first is another than torch was built for
     )
-    torch.ones(8, device="cuda").sum().item()  # raises if the GPU runs no kernel
 
 
 def _found(program: str) -> str | None:

@@ -9,17 +9,20 @@ import statistics
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpu.commands import ROOT
 from gpu.deadline import Deadline
-from gpu.outcome import NotDone, Outcome
+from gpu.device_errors import attempt
+from gpu.outcome import Outcome
 from gpu.place import Place
-from gpu.rank_processes import ONE_GPU_EACH, Sharing, in_words, ran_out_of_time, run_ranks
+from gpu.rank_processes import ONE_GPU_EACH, in_words, ran_out_of_time, run_ranks
 from gpu.sharing import working_sharing
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
+from megatron_zpp.training.host_threads import own_cores
 from megatron_zpp.training.run_plan import PlannedWorld, plan_as_given
 from megatron_zpp.training.setup import build_vocabulary
 
@@ -86,18 +89,15 @@ def run(time: Deadline, outcome: Outcome) -> None:
         if not time.has(LEAST_SECONDS):
             outcome.ran_late(f"run '{some.name}'")
             continue
-        try:
-            sharing = ONE_GPU_EACH if some.ranks == 1 else working_sharing(time, outcome, some.ranks)
-        except NotDone as reason:
-            outcome.omit(f"run '{some.name}': {reason}")
-            continue
         with tempfile.TemporaryDirectory() as folder:
-            _run(time, outcome, place, some, sharing, Path(folder))
+            attempt(outcome, f"run '{some.name}'", partial(_run, time, outcome, place, some, Path(folder)))
 
 
-def _run(time: Deadline, outcome: Outcome, place: Place, some: Run, sharing: Sharing, folder: Path) -> None:
+def _run(time: Deadline, outcome: Outcome, place: Place, some: Run, folder: Path) -> None:
+    sharing = ONE_GPU_EACH if some.ranks == 1 else working_sharing(time, outcome, some.ranks)
     words, limit = some.words(place, folder), Deadline(min(RUN_SECONDS, time.remaining_seconds()))
-    ended = run_ranks([ENTRY, *words], some.ranks, sharing, folder, limit)
+    threads = {"OMP_NUM_THREADS": str(max(1, len(own_cores()) // some.ranks))}  # with one, initial values of 1.3B parameters take 20 s
+    ended = run_ranks([ENTRY, *words], some.ranks, sharing, folder, limit, threads)
     if ran_out_of_time(ended):
         outcome.ran_late(f"the end of run '{some.name}'")
         outcome.say(*in_words(ended))

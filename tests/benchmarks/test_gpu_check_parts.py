@@ -39,7 +39,7 @@ from gpu import (
 )
 from gpu.commands import Done
 from gpu.deadline import Deadline
-from gpu.device_errors import attempt
+from gpu.device_errors import attempt, is_fatal
 from gpu.differences import largest_difference
 from gpu.entry_runs import Entry, Finished, run_entries
 from gpu.outcome import NotDone, Outcome
@@ -89,6 +89,24 @@ def test_the_part_machine_says_why_torch_finds_no_gpu(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     with pytest.raises(NotDone, match=r"^everything on a GPU: torch finds none here .*; the NVIDIA driver is too old\)$"):
+        run(machine)
+
+
+def test_what_cannot_be_told_of_a_machine_is_no_reason_to_stop_but_a_gpu_that_does_not_compute_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a part that has passed lets the others run."""
+
+    def fail() -> Any:
+        raise OSError("no such network")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(8))
+    monkeypatch.setattr(machine.socket, "if_nameindex", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: fail())
+    found = run(machine)
+    assert found.end() == "passed" and f"torch: {torch.__version__}" in found.lines
+    assert found.omissions[0] == found.omissions[-1] == "a description of this machine: OSError: no such network"
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: fail())
+    with pytest.raises(OSError, match="no such network"):
         run(machine)
 
 
@@ -448,6 +466,23 @@ def test_after_an_error_a_part_goes_on_unless_the_device_is_broken() -> None:
     with pytest.raises(RuntimeError, match="illegal"):
         attempt(outcome, "three", lambda: fail("CUDA error: an illegal memory access"))
     assert [failure.split()[0] for failure in outcome.failures] == ["one", "three"] and "done" in outcome.lines
+
+
+@pytest.mark.parametrize(
+    "text, broken",
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("encode_blocks could not be launched: an illegal memory access was encountered", True),  # by a kernel before
+        ("CUDA error: device-side assert triggered", True),
+        ("encode_blocks could not be launched: too many resources requested for launch", False),
+        ("CUDA error: invalid configuration argument", False),
+        ("CUDA error: no kernel image is available for execution on the device", False),
+        ("CUDA error: out of memory", False),
+        ("values must be contiguous", False),
+    ],
+)
+def test_a_device_is_broken_after_a_kernel_that_failed_and_not_after_one_that_was_not_launched(text: str, broken: bool) -> None:
+    assert is_fatal(RuntimeError(text)) == broken
 
 
 # ---- ranks as threads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from gpu.runner import FAILED_CODE, KILL_SECONDS, LATE_CODE, PASSED_CODE, USELES
 from gpu.texts import MOST_FAILURES, MOST_PRINTED, printed
 from gpu.version import commit, source_digest
 from gpu_check import DEFAULT_LIMIT_SECONDS
+from harness.fake_commands import FakeCommands
 from harness.pages import text_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -346,7 +348,7 @@ def test_a_command_of_the_half_hour_ends_without_a_gpu_after_the_machine_with_a_
     summary = read_json(tmp_path / "4" / "gpu_check.json")
     assert done.returncode == summary["exit_code"] == USELESS_CODE, done.stdout
     assert list(summary["parts"]) == ["machine"] and summary["unfinished"] == ["library", "counters"]
-    assert "at most 120)" in done.stdout  # twice its own limit, because the check may take twice as long as by default
+    assert "at most 300)" in done.stdout  # twice its own limit, because the check may take twice as long as by default
     assert "everything on a GPU: torch finds none here" in done.stdout and "== machine: not done" in done.stdout
     assert f"command 4: exit code {USELESS_CODE} after" in done.stdout
     assert summary["machine"]["torch"] and summary["sources"] == source_digest() and summary["limit_seconds"] == 940
@@ -356,6 +358,25 @@ def test_the_half_hour_has_no_other_commands_than_four() -> None:
     done = ended("gpu_half_hour.sh", "5")
     assert done.returncode == 2 and "error: 5 is not the number of a command; give 1, 2, 3 or 4." in done.stdout
     assert ended("gpu_half_hour.sh").returncode == 2 and ended("gpu_half_hour.sh", "--help").returncode == 0
+
+
+@pytest.mark.parametrize("number, mounts", [("1", 0), ("2", 1), ("3", 1), ("4", 0)])
+def test_a_command_of_the_half_hour_mounts_space_for_ranks_alone_owns_its_build_and_ends_with_the_code_of_the_check(
+    number: str, mounts: int, tmp_path: Path
+) -> None:
+    folder, fakes = tmp_path / "copy" / "benchmarks", FakeCommands(tmp_path)
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks" / "gpu_half_hour.sh", folder)
+    (folder / "gpu_check.sh").write_text('echo "checked $*"; exit 3')
+    fakes.add("df", "print('Avail\\n   64')")
+    for name in ("mount", "chown"):
+        fakes.add(name)
+    fakes.add("tar", "sys.exit(1)")
+    done = fakes.run("bash", "benchmarks/gpu_half_hour.sh", number, folder=folder.parent, OUT=str(tmp_path / "out"))
+    assert done.returncode == 3 and f"--output {tmp_path}/out/{number} --parts library" in done.stdout, done.stderr
+    assert len(fakes.calls("mount")) == mounts and [call.words[-1] for call in fakes.calls("chown")] == [".build"]
+    assert ("build.tgz is not whole" in done.stdout) == (number == "1")
+    assert done.stdout.splitlines()[-1].startswith(f"command {number}: exit code 3 after")
 
 
 def checked(folder: Path, *flags: str) -> tuple[int, str, dict[str, Any]]:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import counters, sanitizer, script
+from gpu import counters, kernel_program, sanitizer, script
 from gpu.deadline import Deadline
 from gpu.outcome import NotDone, Outcome
 from gpu.place import Place
+from gpu.rank_processes import HOST_IDS, Ended
+from gpu.timed_ops import timed_ops
 from harness.fake_commands import FakeCommands
 
 from megatron_zpp.config.cli import parse_flags
@@ -53,6 +55,25 @@ def test_the_flags_of_a_run_parse_and_have_a_plan_that_fits_an_h100(run: script.
     assert script.planned_bytes(words, run.ranks, is_on_gpu=True) * run.ranks < 70 * script.GIB
 
 
+def test_a_run_that_cannot_be_read_is_a_failure_and_the_others_still_run_each_with_all_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[int, dict[str, str]]] = []
+
+    def run_ranks(words: list[str], ranks: int, sharing: object, folder: Path, time: Deadline, environment: dict[str, str]) -> list[Ended]:
+        started.append((ranks, environment))
+        return [Ended(0, 0, 1.0, [])]  # without a log
+
+    monkeypatch.setattr(script, "run_ranks", run_ranks)
+    monkeypatch.setattr(script, "working_sharing", lambda time, outcome, ranks: HOST_IDS)
+    monkeypatch.setattr(script, "own_cores", lambda: list(range(16)))
+    outcome = Outcome(folder=tmp_path)
+    script.run(Deadline(1e6, lambda: 0.0), outcome)
+    assert started[:2] == [(1, {"OMP_NUM_THREADS": "16"})] * 2 and started[-1] == (4, {"OMP_NUM_THREADS": "4"})
+    assert len(started) == len(outcome.failures) == len(script.RUNS)
+    assert outcome.failures[0].startswith("run '125M, stage 3' runs, and does not end with FileNotFoundError")
+
+
 @pytest.mark.gloo
 def test_the_part_script_runs_the_training_script_and_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "RUNS", [run for run in script.RUNS if run.is_profiled])
@@ -84,10 +105,16 @@ def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
     return fakes
 
 
+def test_the_sanitizer_and_ncu_run_every_kernel_of_the_library_and_none_of_torch() -> None:
+    calls = [(codes, op) for codes, op, _ in kernel_program.own_ops(kernel_program.RUN_NUMEL, kernel_program.BLOCK_NUMEL)]
+    left_out = {(codes, op) for codes, op, _ in timed_ops(1, 256, 256)} - set(calls)
+    assert left_out == {("bf16", "parts of logits, by torch"), ("bf16", "gradient of logits, by torch")}
+
+
 def test_every_tool_of_the_sanitizer_runs_every_kernel_and_what_it_finds_is_a_failure(tmp_path: Path, on_a_gpu: FakeCommands) -> None:
     on_a_gpu.add("compute-sanitizer", 'print("========= Invalid __global__ write"); sys.exit(9 * ("racecheck" in words))')
     outcome = Outcome(folder=tmp_path)
-    sanitizer.run(Deadline(60.0), outcome)
+    sanitizer.run(Deadline(600.0), outcome)
     calls = on_a_gpu.calls("compute-sanitizer")
     assert [call.words[1] for call in calls] == ["memcheck", "racecheck"] and calls[0].words[-2:] == [sanitizer.PROGRAM, "sanitizer"]
     assert calls[0].environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
@@ -101,24 +128,31 @@ CSV = (
     '"0","encode","GPU Speed Of Light Throughput","Duration","us","40.1"\\n'
     '"1","decode, mean","Launch Statistics","Registers Per Thread","register/thread","40"\\n'
 )
-METRICS = ("Duration 40.1 us, DRAM Throughput 91.5 %", "Registers Per Thread 40 register/thread")
 
 
-@pytest.mark.parametrize(
-    "said, lines",
-    [
-        (["INT8, encode", "INT8, mean"], [f"INT8, encode: {METRICS[0]}", f"INT8, mean: {METRICS[1]}"]),
-        (["INT8, encode"], [f"encode: {METRICS[0]}", f"decode, mean: {METRICS[1]}", "the program has printed:", "INT8, encode"]),
-    ],
-)
-def test_the_counters_of_every_kernel_become_a_line_with_the_name_of_its_call_if_each_has_one_kernel(
-    said: list[str], lines: list[str], tmp_path: Path, on_a_gpu: FakeCommands
-) -> None:
-    on_a_gpu.add("ncu", f"print({chr(10).join(said)!r}); open(words[words.index('--log-file') + 1], 'w').write('{CSV}')")
-    outcome = Outcome(folder=tmp_path)
-    counters.run(Deadline(60.0), outcome)
-    assert outcome.lines[:-1] == [*lines, "everything is in ncu.csv"]
+def counted(fakes: FakeCommands, folder: Path, calls: str, log: str, code: int = 0) -> Outcome:
+    """The part with an ncu that prints these calls and leaves this log."""
+    fakes.add("ncu", f"print('{calls}'); open(words[words.index('--log-file') + 1], 'w').write('{log}'); sys.exit({code})")
+    outcome = Outcome(folder=folder)
+    counters.run(Deadline(600.0, lambda: 0.0), outcome)
+    return outcome
+
+
+def test_the_counters_of_every_kernel_become_a_line_with_the_call_that_started_it(tmp_path: Path, on_a_gpu: FakeCommands) -> None:
+    kernels = ["encode, Duration 40.1 us, DRAM Throughput 91.5 %", "decode, mean, Registers Per Thread 40 register/thread"]
+    outcome = counted(on_a_gpu, tmp_path, "INT8, encode\\nINT8, decode", CSV)  # two of 42 calls
+    assert outcome.lines[:2] == [f"INT8, encode: {kernels[0]}", f"INT8, decode: {kernels[1]}"]
     assert outcome.failures == [] and "counted 2 kernels" in outcome.lines[-1]
+    assert outcome.late == ["the last 40 calls"]
+    assert on_a_gpu.calls("ncu")[0].words[-3:] == [counters.PROGRAM, "counters", "560"]  # ncu that is killed writes nothing
+    outcome = counted(on_a_gpu, tmp_path, "INT8, encode", CSV)
+    assert outcome.lines[:4] == [*kernels, "the calls, in their order:", "INT8, encode"]
+
+
+def test_why_ncu_counts_nothing_is_said(tmp_path: Path, on_a_gpu: FakeCommands) -> None:
+    refusal = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
+    outcome = counted(on_a_gpu, tmp_path, "INT8, encode", f"==PROF== Connected to process 1\\n{refusal}", code=1)
+    assert outcome.lines[0] == refusal and outcome.failures == ["ncu has counted 0 kernels (exit code 1)"]
 
 
 @pytest.mark.parametrize("part", [sanitizer, counters])

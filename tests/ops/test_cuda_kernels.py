@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -15,6 +16,7 @@ import pytest
 from harness.device_code import SOURCES_OF_KERNELS, compared_on_ptx, ptx
 from harness.device_work import Work
 from harness.emulation import emulated_kernels
+from harness.forked import Forked
 from harness.kernel_programs import compared
 from harness.ptx_machine.module import Kernel, Module
 
@@ -39,6 +41,22 @@ def test_emulated_kernels_bit_equal_the_reference(sizes: list[str]) -> None:
 
 def test_a_grid_smaller_than_the_work_goes_round_to_the_same_bits() -> None:
     assert compared("kernel_bits.py", emulated_kernels(), "32:200", EMULATED_GRID_LIMIT="2") == RESULTS_PER_SIZE
+
+
+REFUSED = """
+import ctypes, sys, torch
+torch.ops.load_library(sys.argv[1])
+try:
+    torch.ops.megatron_zpp.drop_values(torch.ones(8), torch.empty(8), 1, 0, 0, 1.0)
+except RuntimeError as error:
+    print(str(error).splitlines()[0], ctypes.CDLL(sys.argv[1]).cuda_on_cpu_last_error())
+"""
+
+
+def test_a_launch_that_is_refused_is_an_error_of_its_op_and_not_of_the_next_kernel_of_torch(tmp_path: Path) -> None:
+    (tmp_path / "refused.py").write_text(REFUSED)
+    done = Forked(tmp_path / "refused.py", emulated_kernels(), environment={**os.environ, "EMULATED_GRID_LIMIT": "0"}).finished()
+    assert done.stdout == "drop_values could not be launched: invalid configuration argument 0\n", done.stderr
 
 
 def test_emulated_kernels_touch_nothing_beside_their_rows_which_may_start_anywhere() -> None:

@@ -42,7 +42,10 @@ inline void check_same_device(const at::Tensor& left, const at::Tensor& right) {
 }
 
 inline void check_launch(cudaError_t error, const char* op) {
-  TORCH_CHECK(error == cudaSuccess, op, " could not be launched: ", cudaGetErrorString(error));
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // forgets the error, of which torch would accuse the next kernel
+    TORCH_CHECK(false, op, " could not be launched: ", cudaGetErrorString(error));
+  }
 }
 
 }  // namespace megatron_zpp::cuda

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <setjmp.h>
@@ -45,6 +46,8 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
 inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid configuration argument"; }
+inline cudaError_t last_error = cudaSuccess;  // of CUDA: it stays until somebody asks for it
+inline cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 using cudaStream_t = void*;
 struct cudaLaunchConfig_t {
   dim3 gridDim;
@@ -177,7 +180,8 @@ inline void run_grid_block(unsigned threads, const std::function<void()>& body) 
   }
 }
 
-// EMULATED_GRID_LIMIT in the environment: fewer grid blocks and rows than asked for, so that kernels have to loop over the rest.
+// EMULATED_GRID_LIMIT in the environment: fewer grid blocks and rows than asked for, so that kernels have to loop over the rest. With 0
+// every launch is refused.
 inline unsigned limited(unsigned extent) {
   const char* limit = std::getenv("EMULATED_GRID_LIMIT");
   return limit != nullptr && static_cast<unsigned>(std::atoi(limit)) < extent ? static_cast<unsigned>(std::atoi(limit)) : extent;
@@ -226,11 +230,11 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
   using namespace cuda_on_cpu;
   const unsigned threads = config->blockDim.x;
-  if (threads == 0 || threads > 1024 || threads % kLanes || config->gridDim.x == 0 || config->gridDim.y == 0 || config->gridDim.y > 65535) {
-    return cudaErrorInvalidConfiguration;
-  }
   gridDim = dim3(limited(config->gridDim.x), limited(config->gridDim.y));
   blockDim = config->blockDim;
+  if (threads == 0 || threads > 1024 || threads % kLanes || gridDim.x == 0 || gridDim.y == 0 || config->gridDim.y > 65535) {
+    return last_error = cudaErrorInvalidConfiguration;
+  }
   if (launch_hook != nullptr) {
     launch_by_hook(kernel, std::tuple<Parameters...>(arguments...));
     return cudaSuccess;

@@ -15,4 +15,5 @@
 TORCH_LIBRARY(megatron_zpp, m) { megatron_zpp::declare_ops(m); }
 TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) { megatron_zpp::cuda::implement_ops(m); }
 
+extern "C" int cuda_on_cpu_last_error() { return cudaGetLastError(); }
 extern "C" void cuda_on_cpu_set_launch_hook(cuda_on_cpu::LaunchHook hook) { cuda_on_cpu::launch_hook = hook; }
