@@ -33,7 +33,7 @@ Wave = tuple[Part, ...]
 # The first command of benchmarks/gpu_half_hour.sh has the parts up to `speed`, the second those up to `sanitizer`.
 WAVES: tuple[Wave, ...] = (
     (Part("machine", 5, 5, 150, "device, driver, versions, and whether the GPU computes", is_needed=True),),
-    (Part("library", 30, 20, 150, "builds and loads the library of kernels"),),
+    (Part("library", 30, 20, 300, "builds and loads the library of kernels"),),
     (
         Part("bits", 40, 15, 150, "every kernel against the reference, bit for bit"),
         Part("ladder", 40, 15, 150, "ranks as threads on one GPU: equal bits in all stages, also with random delays on every stream"),

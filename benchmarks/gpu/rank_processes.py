@@ -139,7 +139,10 @@ def ran_out_of_time(ended: Sequence[Ended]) -> bool:
 
 
 def in_words(ended: Sequence[Ended]) -> list[str]:
-    return [line for end in ended for line in [f"[rank {end.rank}, exit code {end.code}]", *end.said]]
+    """A line per rank with the last that it said, which is mostly the error, and then all that each said."""
+    names = [f"[rank {end.rank}, exit code {end.code}]" for end in ended]
+    last = [" ".join([name, *end.said[-1:]]) for name, end in zip(names, ended, strict=True)]
+    return last + [line for name, end in zip(names, ended, strict=True) for line in [name, *end.said]]
 
 
 def write_job(job: Path, flags: Sequence[Sequence[str]]) -> None:

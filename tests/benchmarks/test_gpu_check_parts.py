@@ -726,7 +726,7 @@ def test_if_ranks_cannot_share_a_gpu_their_words_are_kept_and_it_is_late_if_they
     monkeypatch.setattr(sharing, "_tried", lambda time, way, world_size: [one_that_ended(code)])
     with pytest.raises(NotDone, match="^4 ranks did not exchange numbers over NCCL .*: node:7 NCCL WARN Duplicate GPU detected$"):
         sharing.working_sharing(still(), outcome, 4)
-    said = [f"[rank 0, exit code {code}]", "node:7 NCCL WARN Duplicate GPU detected", "Traceback"]
+    said = [f"[rank 0, exit code {code}] Traceback", f"[rank 0, exit code {code}]", "node:7 NCCL WARN Duplicate GPU detected", "Traceback"]
     assert outcome.lines == [f"{HOST_IDS.name}:", *said, f"{MULTI_RANK.name}:", *said]
     assert outcome.late == ([] if code else ["an exchange of numbers among 4 ranks"])
 

@@ -15,6 +15,7 @@ from gpu.deadline import Deadline
 from gpu.outcome import NotDone, Outcome
 from gpu.place import Place
 from gpu.rank_processes import HOST_IDS, Ended
+from gpu.texts import printed
 from gpu.timed_ops import timed_ops
 from harness.fake_commands import FakeCommands
 
@@ -72,6 +73,18 @@ def test_a_run_that_cannot_be_read_is_a_failure_and_the_others_still_run_each_wi
     assert started[:2] == [(1, {"OMP_NUM_THREADS": "16"})] * 2 and started[-1] == (4, {"OMP_NUM_THREADS": "4"})
     assert len(started) == len(outcome.failures) == len(script.RUNS)
     assert outcome.failures[0].startswith("run '125M, stage 3' runs, and does not end with FileNotFoundError")
+
+
+def test_the_errors_of_ranks_are_printed_however_much_they_have_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [f"flag_{number} ........ None" for number in range(58)]
+    ended = [Ended(rank, 2, 1.0, [*flags, f"error: no kernels for rank {rank}"]) for rank in range(4)]
+    monkeypatch.setattr(script, "RUNS", script.RUNS[-1:])
+    monkeypatch.setattr(script, "working_sharing", lambda time, outcome, ranks: HOST_IDS)
+    monkeypatch.setattr(script, "run_ranks", lambda *_: ended)
+    outcome = Outcome(folder=tmp_path)
+    script.run(Deadline(1e6, lambda: 0.0), outcome)
+    text = printed({"script": {**outcome.as_json("failed"), "seconds": 1.0}}, "gpu_check.txt")
+    assert all(f"[rank {rank}, exit code 2] error: no kernels for rank {rank}" in text for rank in range(4))
 
 
 @pytest.mark.gloo
