@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -25,13 +26,20 @@ class Done:
 
 
 def run_program(words: list[str], time: Deadline, environment: Mapping[str, str] = os.environ) -> Done:
-    """Runs the program until it ends or the time is over."""
-    process = subprocess.Popen(words, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    """Runs the program until it ends or the time is over. Then those that it has started are killed, too."""
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=os.setpgrp,  # a group in the session of the part, whose end is the end of all
+    )
     try:
         said, _ = process.communicate(timeout=max(1.0, time.remaining_seconds()))
         code: int | None = process.returncode
     except subprocess.TimeoutExpired as error:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         said, code = error.stdout or b"", None
     return Done(code, said.decode(errors="replace").strip().splitlines())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def status_line(name: str, found: dict[str, Any]) -> str:
 def printed(reports: Reports, file: str) -> str:
     """At most MOST_PRINTED characters: findings, what was not done, failures, and last a line per part. file: where everything is."""
     statuses = [status_line(name, found) for name, found in reports.items()]
-    failures = {name: [f"FAILED, {name}: {_line(failure)}" for failure in found["failures"]] for name, found in reports.items()}
+    failures = {name: [f"FAILED, {name}: {_line(failure)}" for failure in _varied(found["failures"])] for name, found in reports.items()}
     undone = {name: [_line(reason) for reason in _reasons(name, found)] for name, found in reports.items()}
     last = [*_cut(undone, MOST_OF_REASONS, MOST_FAILURES), *_cut(failures, MOST_OF_FAILURES, MOST_FAILURES), *statuses]
     last.append(f"everything is in {file}")
@@ -61,6 +62,17 @@ def _cut(groups: dict[str, list[str]], characters: int, most_lines: int) -> list
     while _characters(lines()) > characters and any(kept.values()):
         max(kept.values(), key=_characters).pop()
     return lines()
+
+
+def _varied(failures: Sequence[str]) -> list[str]:
+    """First one failure of each subject, such as a kernel, which is what stands before a comma; then the second of each."""
+    earlier = Counter[str]()
+    turns = []
+    for failure in failures:
+        subject = failure.partition(",")[0]
+        turns.append(earlier[subject])
+        earlier[subject] += 1
+    return [failure for _, failure in sorted(zip(turns, failures, strict=True), key=lambda pair: pair[0])]
 
 
 def _line(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from gpu import part_process
+from gpu.commands import run_program
 from gpu.deadline import Deadline
 from gpu.files import read_json, write_json
 from gpu.outcome import NotDone, Outcome
@@ -441,6 +442,33 @@ def test_ten_failures_of_a_part_are_printed_and_how_many_more_there_are() -> Non
     assert text.splitlines() == [
         "bits: a figure", *told, "3 more of bits", "== bits: failed (1.0 s)", "== speed: passed (1.0 s)", "everything is in gpu_check.txt"
     ]  # fmt: skip
+
+
+def test_of_a_part_one_failure_of_every_kernel_is_printed_before_the_second_of_any() -> None:
+    failures = [f"{op}, case {case}" for op in ("encode", "decode", "mean") for case in range(8)]
+    text = printed({"bits": report_of("failed", failures=failures)}, "gpu_check.txt")
+    told = [line.removeprefix("FAILED, bits: ") for line in text.splitlines() if line.startswith("FAILED")]
+    assert told == [f"{op}, case {case}" for case in range(3) for op in ("encode", "decode", "mean")] + ["encode, case 3"]
+
+
+def test_a_program_that_takes_too_long_is_killed_with_those_that_it_has_started(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    started = f"sleep 1000 & echo $! > {child}.made; mv {child}.made {child}; wait"
+    done = run_program(["sh", "-c", started], Ended(child))
+    assert done.code is None and is_gone(int(child.read_text()))
+
+
+class Ended(Deadline):
+    """Is over once a file is there."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(0.0)
+        self._file = file
+
+    def remaining_seconds(self) -> float:
+        while not self._file.exists():
+            os.sched_yield()
+        return 0.0
 
 
 @pytest.mark.parametrize(
