@@ -6,13 +6,12 @@ import csv
 import os
 from collections.abc import Iterable
 
-from gpu.commands import ROOT, python, require_program, run_program
+from gpu.commands import python, require_program, run_program
 from gpu.deadline import Deadline
-from gpu.kernel_program import BLOCK_NUMEL, RUN_NUMEL, own_ops
+from gpu.kernel_program import BLOCK_NUMEL, PROGRAM, RUN_NUMEL, own_ops
 from gpu.outcome import Outcome
 from gpu.place import Place, require_gpu, require_kernels
 
-PROGRAM = str(ROOT / "benchmarks" / "gpu" / "kernel_program.py")
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "LaunchStats")
 WRITE_SECONDS = 40.0  # of the time; ncu starts torch, and writes everything when the program has ended
 MOST_ERRORS = 10  # of ncu, that are said

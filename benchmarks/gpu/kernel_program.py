@@ -1,7 +1,9 @@
-"""Runs every kernel of the library a few times on a GPU, for compute-sanitizer; or each call that is timed, for ncu.
+"""Calls every kernel of the library on a GPU.
 
-python kernel_program.py sanitizer
-python kernel_program.py counters SECONDS
+    python kernel_program.py sanitizer
+    python kernel_program.py counters SECONDS
+
+The first makes few launches, for compute-sanitizer; the second profiles one launch of each call that is timed, for ncu.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 
@@ -19,6 +21,7 @@ from gpu.deadline import Deadline  # noqa: E402
 from gpu.timed_ops import Op, timed_ops  # noqa: E402
 from megatron_zpp.ops import extension  # noqa: E402
 
+PROGRAM = str(Path(__file__).resolve())
 SLICES, BLOCK_NUMEL, RUN_NUMEL = 4, 256, 8 * 2**20  # 64 MB of bf16 in all
 # Values per block and per slice: a few threads share the smallest block, and a team of threads cannot hold the largest.
 FEW = ((32, 8192), (256, 8192), (8224, 8 * 8224))

@@ -23,7 +23,7 @@ from gpu.outcome import NotDone, Outcome
 PROGRAMS = ("nvcc", "ninja", "gcc", "git", "ncu", "compute-sanitizer")
 PACKAGES = ("setuptools", "triton", "safetensors", "sentencepiece", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-cublas")
 SHARED_MEMORY = "/dev/shm"
-# Of a communicator and rank, measured with NCCL 2.28. Four ranks have up to six communicators each.
+# An estimate, for a communicator and rank of NCCL 2.28. Four ranks have up to six communicators each.
 NCCL_SHARED_BYTES, RANKS, COMMUNICATORS = 34 << 20, 4, 6
 
 

@@ -164,8 +164,11 @@ class Runner:
         (self._output / "parts" / f"{name}.json").unlink(missing_ok=True)
 
     def _exit_code(self) -> int:
-        is_useless = any(part.is_needed and self.reports.get(part.name, {}).get("status") == NOT_DONE for part in self._parts)
-        return USELESS_CODE if is_useless else exit_code(self.reports)
+        if any(part.is_needed and self.reports.get(part.name, {}).get("status") == NOT_DONE for part in self._parts):
+            return USELESS_CODE
+        statuses = {found["status"] for found in self.reports.values()}
+        late = any(found["late"] for found in self.reports.values())
+        return FAILED_CODE if FAILED in statuses else LATE_CODE if CUT_SHORT in statuses or late else PASSED_CODE
 
     def _write_summary(self) -> None:
         seconds = round(self._limit_seconds - self._time.remaining_seconds(), 1)
@@ -208,9 +211,3 @@ def _members(session: int) -> list[int]:
             if int(file.read_text(errors="replace").rpartition(")")[2].split()[3]) == session:
                 found.append(int(file.parent.name))
     return found
-
-
-def exit_code(reports: dict[str, dict[str, Any]]) -> int:
-    statuses = {found["status"] for found in reports.values()}
-    late = any(found["late"] for found in reports.values())
-    return FAILED_CODE if FAILED in statuses else LATE_CODE if CUT_SHORT in statuses or late else PASSED_CODE

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from gpu.commands import ROOT, python, require_program, run_program
+from gpu.commands import python, require_program, run_program
 from gpu.deadline import Deadline
 from gpu.files import write_text
+from gpu.kernel_program import PROGRAM
 from gpu.outcome import Outcome
 from gpu.place import Place, require_gpu, require_kernels
 
 TOOLS = ("memcheck", "racecheck")
-PROGRAM = str(ROOT / "benchmarks" / "gpu" / "kernel_program.py")
 ERROR_CODE = 9
 # Every tensor is an allocation of its own, so that what lies beside it belongs to nobody.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

@@ -24,7 +24,7 @@ def summary_lines(reports: Reports) -> list[str]:
     """A line per part, then every failure, and everything that was not done, with its reason."""
     lines = [f"{name}: {found['status']} ({found['seconds']} s)" for name, found in reports.items()]
     lines += [f"FAILED, {name}: {failure}" for name, found in reports.items() for failure in found["failures"]]
-    return lines + [line for name, found in reports.items() for line in _reasons(name, found)]
+    return lines + reasons(reports)
 
 
 def status_line(name: str, found: dict[str, Any]) -> str:

@@ -454,11 +454,11 @@ def test_of_a_part_one_failure_of_every_kernel_is_printed_before_the_second_of_a
 def test_a_program_that_takes_too_long_is_killed_with_those_that_it_has_started(tmp_path: Path) -> None:
     child = tmp_path / "child"
     started = f"sleep 1000 & echo $! > {child}.made; mv {child}.made {child}; wait"
-    done = run_program(["sh", "-c", started], Ended(child))
+    done = run_program(["sh", "-c", started], OnceThere(child))
     assert done.code is None and is_gone(int(child.read_text()))
 
 
-class Ended(Deadline):
+class OnceThere(Deadline):
     """Is over once a file is there."""
 
     def __init__(self, file: Path) -> None:

@@ -9,21 +9,14 @@ import sys
 from itertools import cycle, product
 
 import torch
-from torch import Tensor
 
-from harness import gaussian_bits, mean_bits, softmax_errors
-from harness.bit_differences import Comparison, Ops, run_as_program
+from harness import dropout_bits, gaussian_bits, mean_bits, softmax_errors
+from harness.bit_differences import Comparison, run_as_program
 from harness.kernel_bits import BITS, DTYPES, decoded, encoded, kinds_of_values, mean, recoded
 from megatron_zpp.ops.payload import GAUSSIAN_BITS, GAUSSIAN_ROUNDS
 
 MIXED = (0, 3, 5, 9, 12, 16)  # of kinds_of_values: ordinary, subnormal, huge, with ties, with NaN, with -infinity
 NOISE_KEYS = (None, 3)
-
-
-def dropped(ops: Ops, values: Tensor, key: int, first_index: int, threshold: int, scale: float) -> Tensor:
-    target = torch.empty_like(values)
-    ops.drop_values(values, target, key, first_index, threshold, scale)
-    return target
 
 
 def check_blocks(comparison: Comparison, block_numel: int) -> None:
@@ -66,7 +59,7 @@ def check_exact(comparison: Comparison) -> None:
             comparison.same("mean_values", mean_bits.mean, members, before, 0, 0, accumulate)
         values = mean_bits.values_of(dtype, 1, 1030).flatten()
         given = (2**62 + 1, 2**32 - 40, 1 << 30, 4 / 3)  # an index that passes 2^32
-        comparison.same("drop_values", dropped, values, *given)
+        comparison.same("drop_values", dropout_bits.dropped, values, 0, 0, *given)
 
 
 def check_loss(comparison: Comparison) -> None:
