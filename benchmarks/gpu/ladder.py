@@ -28,6 +28,9 @@ NODES, RANKS_PER_NODE = 2, 2
 STEPS = 3
 DELAY_SECONDS = 2e-3
 DELAY_SEEDS = (1, 2)
+# Computation begins a step that late when there are delays. Threads of one process take about that long to enqueue a step of this model, and
+# a stream that waits for the host reads nothing too early: on an H100 a run without waits had the right bits before steps were held.
+HELD_SECONDS = 0.5
 SECONDS_PER_RUN = 10.0  # at most, once the first has ended
 
 # Attention's dropout draws from one generator per device, which threads would share.
@@ -186,10 +189,14 @@ def train(some: Run, sleep: Sleep | None, place: RankPlace) -> Bits:
     session = Session(f"{SHAPE} {some.flags} --ranks-per-node {RANKS_PER_NODE} {groups}", place)
     if delays is not None:
         delay_computation(session.model, session.model.uses(), delays)
-    history = tuple(session.step(step) for step in range(STEPS))
+    history = []
+    for step in range(STEPS):
+        if sleep is not None and delays is not None:
+            sleep(HELD_SECONDS)
+        history.append(session.step(step))
     weights = session.weights_digest()
     session.close()
-    return Bits(history, weights, 0 if delays is None else delays.count)
+    return Bits(tuple(history), weights, 0 if delays is None else delays.count)
 
 
 def _compare(outcome: Outcome, some: Run, of_ranks: list[Bits], found: dict[str, Bits]) -> None:

@@ -5,6 +5,8 @@ Ranks are processes that run the training script. On a machine with fewer GPUs t
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,11 +34,15 @@ ZEROPP = f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}"
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of one run. same_as: the run whose losses and gradient norms it must equal bit for bit."""
+    """Flags of one run. same_as: the run whose losses and gradient norms it must have.
+
+    slack: by how much of themselves they may differ; on GPUs the kernels of the loss have other bits than their reference.
+    """
 
     name: str
     flags: str
     same_as: str | None = None
+    slack: float = 0.0
 
     @property
     def entry(self) -> Entry:
@@ -67,7 +73,7 @@ RUNS = (
     Run("ZeRO-0, fp32, 4 context ranks on 2 nodes", "--zero-stage 0 --context-parallel-size 4",
         "ZeRO-3, fp32, 4 context ranks on 2 nodes"),
 )  # fmt: skip
-ON_REFERENCE = (Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++"),)
+ON_REFERENCE = (Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++", slack=0.01 if torch.cuda.is_available() else 0.0),)
 
 
 def run(time: Deadline, outcome: Outcome) -> None:
@@ -76,6 +82,15 @@ def run(time: Deadline, outcome: Outcome) -> None:
     found: dict[str, Finished] = {}
     compare_runs(time, outcome, RUNS, sharing, found, {})
     compare_runs(time, outcome, ON_REFERENCE, sharing, found, {REFERENCE_VARIABLE: "1"})
+
+
+def largest_difference(found: list[list[float]], expected: list[list[float]]) -> float:
+    """Of a loss or norm, as a share of what is expected; infinite if there are more or fewer of them, or one is not a number."""
+    if len(found) != len(expected):
+        return math.inf
+    pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
+    shares = [0.0 if one == other else abs(one - other) / abs(other) for one, other in pairs]
+    return max(math.inf if math.isnan(share) else share for share in shares)
 
 
 def compare_runs(
@@ -98,8 +113,9 @@ def compare_runs(
         losses = finished.losses
         outcome.check(f"'{some.name}' trains: loss {losses[0][0]:.4f} to {losses[-1][0]:.4f}", holds=losses[-1][0] < losses[0][0])
         if some.same_as in found:
-            statement = f"'{some.name}' has the losses and gradient norms of '{some.same_as}', bit for bit"
-            outcome.check(statement, holds=losses == found[some.same_as].losses)
+            off = largest_difference(losses, found[some.same_as].losses)
+            how = "bit for bit" if some.slack == 0.0 else f"within {some.slack:.0%} (found {off:.1e})"
+            outcome.check(f"'{some.name}' has the losses and gradient norms of '{some.same_as}', {how}", holds=off <= some.slack)
     for name in by_name:
         if name not in tried:
             outcome.ran_late(f"run '{name}'")

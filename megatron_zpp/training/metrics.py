@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,11 +19,32 @@ from megatron_zpp.training.step import StepOutcome
 
 
 class StepTimes(NamedTuple):
-    """Duration of one step of `samples` samples on this rank. data_seconds: part of it spent waiting for micro-batches."""
+    """Duration of one iteration of `samples` samples on this rank. data_seconds: part of it spent waiting for micro-batches."""
 
     samples: int
     seconds: float
     data_seconds: float
+
+
+class Stopwatch:
+    """Measures iterations one after the other, each until the next begins, because a device still works on one that the host has ended."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap, without those that were paused."""
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the block out of the lap."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began
 
 
 @dataclass
@@ -29,8 +53,8 @@ class Interval:
 
     losses: list[float] = field(default_factory=list)  # of steps that were not skipped
     samples: int = 0
-    seconds: float = 0.0  # in steps
-    data_seconds: float = 0.0  # in steps, waiting for micro-batches
+    seconds: float = 0.0
+    data_seconds: float = 0.0  # part of them, waiting for micro-batches
     inter_node_bytes: int = 0  # into one node from others, over all links
     iterations: int = 0
     skipped_iterations: int = 0

@@ -93,5 +93,5 @@ def gather_numbers(own: Sequence[Tensor | float], engine: ZeroEngine) -> Tensor:
     """
     row = torch.empty(len(own), dtype=torch.float64, device=engine.device)
     for column, value in enumerate(own):
-        row[column] = value
+        row[column].fill_(value)  # `row[column] = value` would copy a number from the host, which waits for the device until backward ends
     return engine.gather_world(row)

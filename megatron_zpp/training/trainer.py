@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.blended_dataset import SourceTally
@@ -17,7 +15,7 @@ from megatron_zpp.training.bad_iterations import BadIterations
 from megatron_zpp.training.evaluation import HeldOutSet, HeldOutSets, evaluate, is_followed_by_validation
 from megatron_zpp.training.garbage import GarbageCollection
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.metrics import StepReadings, StepTimes
+from megatron_zpp.training.metrics import StepReadings, StepTimes, Stopwatch
 from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.same_samples import SameSamples
@@ -74,17 +72,20 @@ class Trainer:
         printer.milestone("before the start of training step")
         if self._writers.progress_file is not None:
             self._writers.progress_file.attempt(ProgressFile.job_has_started)
-        stop_conditions = StopConditions(training, printer.rank)
+        stop_conditions, stopwatch = StopConditions(training, printer.rank), Stopwatch()
         try:
             while self._progress.iteration < training.train_iters and self._reason_for_stopping is None:
-                self._profile()
+                with stopwatch.paused():
+                    self._profile()
                 if self._progress.iteration + 1 in self._iterations_to_skip:
-                    self._skip_iteration(stop_conditions)
+                    with stopwatch.paused():
+                        self._skip_iteration(stop_conditions)
                 else:
-                    self._step(stop_conditions)
+                    self._step(stop_conditions, stopwatch)
                 self._saver.check()
                 self._garbage.after_iteration(self._progress.iteration)
-                self._between_steps()
+                with stopwatch.paused():
+                    self._between_steps()
             self._reporter.finish(self._progress)
             self._end_profile()
             if self._reason_for_stopping is not None:
@@ -97,17 +98,15 @@ class Trainer:
         finally:
             stop_conditions.close()
 
-    def _step(self, stop_conditions: StopConditions) -> None:
-        progress, loss_scaler = self._progress, self._engine.loss_scaler
-        started, waited = time.perf_counter(), self._train_batches.wait_seconds
+    def _step(self, stop_conditions: StopConditions, stopwatch: Stopwatch) -> None:
+        progress, loss_scaler, waited = self._progress, self._engine.loss_scaler, self._train_batches.wait_seconds
         batch_size = self._batch_sizes.batch_size(progress.consumed_samples)
         learning_rate = self._schedule.learning_rate(progress.scheduled_samples)
         scaler_before = loss_scaler.state()
         outcome, requests = self._train_step(batch_size // self._batch_sizes.grain, learning_rate, stop_conditions)
-        seconds = time.perf_counter() - started
+        times = StepTimes(batch_size, stopwatch.lap(), self._train_batches.wait_seconds - waited)
         self._bad_iterations.count(outcome, progress, scaler_before)
         progress.advance(batch_size, is_skipped=outcome.is_skipped)
-        times = StepTimes(batch_size, seconds, self._train_batches.wait_seconds - waited)
         self._reason_for_stopping = reason_for_stopping(requests, progress.iteration, self._config.training)
         readings = StepReadings(outcome, batch_size, learning_rate, loss_scaler.scale)
         self._reporter.iteration(progress, readings, times, is_last=self._is_last())

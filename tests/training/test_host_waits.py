@@ -1,4 +1,4 @@
-"""A step of the GPT on streams of the model machine: the host waits once, for the norm, whatever the model computes."""
+"""A step of the GPT on streams of the model machine: the host waits once, for the norm and the numbers of all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Site
 
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.step import forward_backward
+from megatron_zpp.training.step import forward_backward, gather_numbers
 from megatron_zpp.zero import engine
 from megatron_zpp.zero.squared_sums import squared_sums_at_once
 
@@ -37,8 +37,9 @@ def waits(flags: str, gpu: Gpu) -> list[str]:
     session = Session(f"{TINY} {flags}", RankPlace(gpu.backend, gpu.lanes, torch.device("cpu"), gpu.machine))
     batches = list(session.batches(0))
     begin = len(gpu.machine.log)
-    forward_backward(session.model, session.engine, iter(batches), session.microbatches)
-    session.engine.update(LEARNING_RATE)
+    loss_sum = forward_backward(session.model, session.engine, iter(batches), session.microbatches)
+    numbers = gather_numbers([loss_sum, 1.0], session.engine)
+    session.engine.update(LEARNING_RATE, report=numbers.flatten())
     found = [f"{entry.call} at {entry.file}" for entry in gpu.machine.log[begin:] if isinstance(entry, Site)]
     session.close()
     return found

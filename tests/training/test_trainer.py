@@ -60,6 +60,49 @@ def test_a_step_waits_for_the_copy_before_its_update_and_gathers_loss_and_stop_r
     assert events[: len(step) + len(skipped)] == [*step, *skipped]
 
 
+def seconds_of_iterations(flags: list[str]) -> list[float]:
+    """What the reporter is told, when an update takes 1 s, a report 10, a save 100 and a validation 1000."""
+    from types import SimpleNamespace
+
+    from megatron_zpp.training import metrics
+    from megatron_zpp.training.reporter import Reporter
+    from megatron_zpp.training.saving import RunSaver
+    from megatron_zpp.training.trainer import Trainer
+    from megatron_zpp.zero.engine import ZeroEngine
+
+    now, told = 0.0, list[float]()
+
+    def taking(seconds: float, owner: type, name: str) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        def timed(self: object, *arguments: Any, **keywords: Any) -> Any:
+            nonlocal now
+            now += seconds
+            if owner is Reporter:
+                told.append(arguments[2].seconds)
+            return original(self, *arguments, **keywords)
+
+        return timed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))
+        for seconds, owner, name in (
+            (1.0, ZeroEngine, "update"),
+            (10.0, Reporter, "iteration"),
+            (100.0, RunSaver, "save"),
+            (1000.0, Trainer, "_validate"),
+        ):
+            patch.setattr(owner, name, taking(seconds, owner, name))
+        assert entry(flags) == 0
+    return told
+
+
+def test_an_iteration_lasts_until_the_next_one_without_saves_and_validations(ranks: RankPool, tmp_path: Path) -> None:
+    """A report may wait for what the device still does of its iteration, as the timers do."""
+    flags = f"--zero-stage 3 --train-iters 4 --eval-interval 2 --eval-iters 1 --save {tmp_path} --save-interval 2"
+    assert ranks.run(1, 1, seconds_of_iterations, [*TINY, *flags.split()]) == [[1.0, 11.0, 11.0, 11.0]]
+
+
 def checkpoints_at_the_last_evaluation(flags: list[str]) -> list[list[int]]:
     """The iterations that are saved when the evaluation at the end begins. Nothing is written before the run waits for it, or evaluates."""
     from megatron_zpp.checkpoint import saver

@@ -147,8 +147,12 @@ class Accesses(TorchDispatchMode):
             self._blocks.pop(tensor.untyped_storage()._cdata, None)
 
     def _blocks_host(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
-        """Whether a copy between host and device returns when it has ended, as CUDA's do unless told otherwise."""
-        return not non_blocking and self.machine.is_on_host(target) != self.machine.is_on_host(source)
+        """Whether a copy between host and device returns when it has ended, as CUDA's do unless told otherwise.
+
+        A literal comes from memory of the host that is not pinned: `row[0] = 1.0` copies one, `row[0].fill_(1.0)` does not.
+        """
+        is_from_host = self.machine.is_on_host(source) or source.untyped_storage() in self._literals
+        return not non_blocking and self.machine.is_on_host(target) != is_from_host
 
     # ---- accesses
 
