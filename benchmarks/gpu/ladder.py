@@ -28,8 +28,8 @@ NODES, RANKS_PER_NODE = 2, 2
 STEPS = 3
 DELAY_SECONDS = 2e-3
 DELAY_SEEDS = (1, 2)
-# Computation begins a step that late when there are delays. Threads of one process take about that long to enqueue a step of this model, and
-# a stream that waits for the host reads nothing too early: on an H100 a run without waits had the right bits before steps were held.
+# Computation begins a step that late when there are delays. Threads of one process take about as long to enqueue a step, and a stream that
+# waits for the host reads nothing too early: on an H100 a run without waits had the right bits before steps were held.
 HELD_SECONDS = 0.5
 SECONDS_PER_RUN = 10.0  # at most, once the first has ended
 

@@ -1,4 +1,6 @@
-// Computes codes of 16-bit values without a division per value, with the same bits as the division.
+// Computes codes without a division per value, with the same bits as the division.
+//
+// ---- 16-bit values, rounded to the nearest
 //
 // Let m be the largest magnitude of a block, s = fl(m / Q) its scale, x one of its values. The code of x is rint(fl(x / s)), and x / s is
 // nearly xQ/m.
@@ -13,6 +15,13 @@
 // other quotient past a half-integer.
 //
 // Second case: Q divides the significand. Then s is exactly m/Q and there may be more ties. Such blocks divide.
+//
+// ---- fp32 values, and all values with noise
+//
+// Ties may lie anywhere, but few values are near one. Let q be fl(x / s), clamped to -Q to Q, and p be fl(x * fl(1/s)). |x| <= m, so |x / s|
+// is at most Q * (1 + 1.01 * 2^-24). q is within 1.01 * Q * 2^-24 of x / s, and p within 2.01 * Q * 2^-24, so they differ by less than
+// Q * 2^-22. With noise of at most 1/2 added, they are below 2Q, and rounding moves each by at most Q * 2^-23. So the two sums differ by less
+// than Q * 2^-21. If that of p is at least so much nearer than 1/2 to an integer, that of q rounds to the same integer.
 #pragma once
 
 #include "block_format.h"
@@ -35,5 +44,14 @@ ZPP_HOST_DEVICE float exact_reciprocal(typename ValueFormat<T>::Magnitude larges
   const bool scale_is_exact = static_cast<double>(scale) * kLargest == static_cast<double>(maximum);
   return in_range && !scale_is_exact ? 1.0f / scale * steer : 0.0f;
 }
+
+// A factor whose products with the values of a block may be used for quotients where they are sure; 0 if all have to be divided.
+ZPP_HOST_DEVICE float near_reciprocal(float scale) {
+  return scale >= kSmallestReciprocalScale && scale <= kLargestReciprocalScale ? 1.0f / scale : 0.0f;
+}
+
+// A product with near_reciprocal, plus noise if there is any, is sure if it is no farther than this from the nearest integer.
+template <int kBits>
+constexpr float kSureDistance = 0.5f - static_cast<float>(CodeFormat<kBits>::kLargest) * 0x1p-21f;
 
 }  // namespace megatron_zpp

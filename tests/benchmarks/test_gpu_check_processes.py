@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,11 @@ def test_a_run_that_the_flags_forbid_is_a_failure_with_its_message() -> None:
     entries = [Entry("wrong", "--no-such-flag")]
     (found,) = run_entries(entries, 1, ONE_GPU_EACH, Deadline(300.0), run_seconds=120.0)
     assert any("--no-such-flag" in line for line in found.errors) and entry_runs.PROGRAM.endswith("rank_program.py")
+
+
+def test_losses_differ_by_the_largest_share_of_what_is_expected() -> None:
+    expected = [[4.0, 1.0], [2.0, 0.5]]
+    assert nccl.largest_difference(expected, expected) == 0.0
+    assert nccl.largest_difference([[4.0, 1.0], [2.0, 0.4]], expected) == pytest.approx(0.2)
+    for wrong in ([[4.0, 1.0]], [[4.0, 1.0], [math.nan, 0.5]]):
+        assert nccl.largest_difference(wrong, expected) == math.inf

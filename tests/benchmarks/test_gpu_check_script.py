@@ -47,6 +47,14 @@ def test_a_run_is_reported_by_medians_after_warm_up_with_its_peak_beside_the_pla
     assert [failure.partition(":")[0] for failure in outcome.failures] == ["'4 ranks, lean'"]
 
 
+@pytest.mark.parametrize("high_steps, failures", [((9,), 0), ((5, 7, 9), 1)])
+def test_a_run_trains_if_the_median_of_its_last_losses_is_below_the_first(high_steps: tuple[int, ...], failures: int) -> None:
+    records = [record(step) | ({"lm_loss": 11.0} if step in high_steps else {}) for step in range(10)]
+    outcome = Outcome()
+    script.report(outcome, script.RUNS[0], records, 100, is_on_gpu=True)
+    assert len(outcome.failures) == failures and len(outcome.lines) == 3
+
+
 @pytest.mark.parametrize("run", script.RUNS, ids=lambda run: run.name)
 def test_the_flags_of_a_run_parse_and_have_a_plan_that_fits_an_h100(run: script.Run, tmp_path: Path) -> None:
     words = run.words(GPU, tmp_path)

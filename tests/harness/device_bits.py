@@ -12,7 +12,7 @@ import torch
 
 from harness import dropout_bits, gaussian_bits, mean_bits, softmax_errors
 from harness.bit_differences import Comparison, run_as_program
-from harness.kernel_bits import BITS, DTYPES, decoded, encoded, kinds_of_values, mean, recoded
+from harness.kernel_bits import BITS, DTYPES, check_ties, decoded, encoded, kinds_of_values, mean, recoded
 from megatron_zpp.ops.payload import GAUSSIAN_BITS, GAUSSIAN_ROUNDS
 
 MIXED = (0, 3, 5, 9, 12, 16)  # of kinds_of_values: ordinary, subnormal, huge, with ties, with NaN, with -infinity
@@ -75,6 +75,7 @@ def check_loss(comparison: Comparison) -> None:
 def check_all(comparison: Comparison, block_numels: list[int]) -> None:
     for block_numel in block_numels:
         check_blocks(comparison, block_numel)
+        check_ties(comparison, block_numel, 1)
     check_gaussian(comparison)
     check_exact(comparison)
     check_loss(comparison)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from harness.bit_differences import Comparison, Ops, run_as_program
 from megatron_zpp.ops.payload import coded_bytes
+from megatron_zpp.ops.reference import noise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (4, 8)
@@ -37,6 +39,21 @@ def kinds_of_values(dtype: torch.dtype, run_numel: int) -> Iterator[Tensor]:
             spoilt = normal.clone()
             spoilt[1, position] = bad
             yield spoilt.to(dtype)
+
+
+def next_to_ties(dtype: torch.dtype, run_numel: int, bits: int, noise_key: int | None) -> Tensor:
+    """[SLICES, run_numel] whose quotients, noise included, lie within two steps of their format beside k + 1/2, for blocks of any size."""
+    count, limit = SLICES * run_numel, 2 ** (bits - 1) - 1
+    largest = torch.tensor(math.pi, dtype=dtype)
+    generator = torch.Generator().manual_seed(run_numel)
+    drawn = torch.zeros(count) if noise_key is None else noise(noise_key, torch.arange(count // 2))
+    ties = torch.randint(-limit, limit, (count,), generator=generator) + 0.5
+    values = ((ties.double() - drawn) * (largest.float() / limit)).to(dtype)
+    as_integers = torch.int32 if dtype == torch.float32 else torch.int16
+    steps = torch.randint(-2, 3, (count,), generator=generator, dtype=as_integers)
+    values = torch.where(values == 0, values, (values.view(as_integers) + steps).view(dtype)).clamp(-largest, largest)
+    values[::32] = largest
+    return values.view(SLICES, run_numel)
 
 
 def encoded(ops: Ops, values: Tensor, bits: int, block_numel: int, rotated: bool = False, noise_key: int | None = None) -> Tensor:
@@ -103,12 +120,20 @@ def check_options(comparison: Comparison, block_numel: int, blocks: int) -> None
                 same("recode_mean_blocks", recoded, some, run_numel, bits, next_bits, block_numel, members, about=about)
 
 
+def check_ties(comparison: Comparison, block_numel: int, blocks: int) -> None:
+    """Compares codes where a quotient that is off by its last bit has another one."""
+    for dtype, bits, noise_key in product(DTYPES, BITS, (None, 3)):
+        values = next_to_ties(dtype, block_numel * blocks, bits, noise_key)
+        comparison.same("encode_blocks", encoded, values, bits, block_numel, False, noise_key, about="next to ties")
+
+
 def check_sizes(comparison: Comparison, sizes: Iterable[str]) -> None:
-    """Both, for sizes as on the command line."""
+    """All three, for sizes as on the command line."""
     for size in sizes:
         block_numel, blocks = map(int, size.split(":"))
         check_all(comparison, block_numel, blocks)
         check_options(comparison, block_numel, blocks)
+        check_ties(comparison, block_numel, blocks)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,33 @@ struct BlockNoise {
   int64_t block_numel;
 };
 
-// to_code(value, chunk, pair, is_odd): an integer with the code in its low bits; chunk: index in the block, pair: index in the chunk.
-template <class Teams, int kBits, class Chunk, class ToCode>
+// to_codes(chunk, index): the codes of a chunk of values; index: that of the chunk in the block.
+template <class Teams, int kBits, class Chunk, class ToCodes>
 __device__ __forceinline__ void store_held(
-    const Share& share, const Piece& piece, const Chunk (&held)[Teams::kHeld], uint8_t* codes, ToCode to_code) {
+    const Share& share, const Piece& piece, const Chunk (&held)[Teams::kHeld], uint8_t* codes, ToCodes to_codes) {
   constexpr int kChunkBytes = CodeChunk<kBits, Chunk::kNumel>::kBytes;
   uint8_t* target = codes + piece.first * kChunkBytes;
   for_each_held<Teams>(share, piece, [&](int i, int chunk) {
-    const auto to_code_there = [&](float value, int pair, bool is_odd) { return to_code(value, piece.first + chunk, pair, is_odd); };
-    store_codes<kBits, Chunk::kNumel>(coded<kBits>(held[i], to_code_there), target + chunk * kChunkBytes);
+    store_codes<kBits, Chunk::kNumel>(to_codes(held[i], piece.first + chunk), target + chunk * kChunkBytes);
+  });
+}
+
+// The codes of a chunk: by products where all of them are sure, else by divisions, which take three times as long, and much longer for zeros.
+// noise_of(pair, is_odd): what is added to a quotient.
+template <int kBits, class Chunk, class NoiseOf>
+__device__ __forceinline__ CodeChunk<kBits, Chunk::kNumel> codes_of(const Chunk& values, float scale, float reciprocal, NoiseOf noise_of) {
+  float farthest = 0.0f;
+  const auto chunk = coded<kBits>(values, [&](float value, int pair, bool is_odd) {
+    const float quotient = value * reciprocal + noise_of(pair, is_odd);
+    const float shifted = quotient + kRoundingShift;
+    farthest = fmaxf(farthest, fabsf(quotient - (shifted - kRoundingShift)));
+    return bits_of(shifted) - kRoundingShiftBits;
+  });
+  if (reciprocal != 0.0f && farthest <= kSureDistance<kBits>) {
+    return chunk;
+  }
+  return coded<kBits>(values, [&](float value, int pair, bool is_odd) {
+    return rounded(clamped_quotient<kBits>(value, scale) + noise_of(pair, is_odd));
   });
 }
 
@@ -39,18 +57,26 @@ __device__ __forceinline__ void store_scaled(
     float factor,
     const BlockNoise& noise,
     uint8_t* codes) {
+  using Codes = CodeChunk<kBits, Chunk::kNumel>;
   if (!has_codes(scale)) {
-    store_held<Teams, kBits>(share, piece, held, codes, [](float, int64_t, int, bool) { return 0u; });
-  } else if (noise.noise.is_on) {
+    store_held<Teams, kBits>(share, piece, held, codes, [](const Chunk&, int64_t) { return Codes{}; });
+    return;
+  }
+  const float reciprocal = near_reciprocal(scale);
+  if (noise.noise.is_on) {
     const int64_t first_pair = noise.block * (noise.block_numel / 2);
-    store_held<Teams, kBits>(share, piece, held, codes, [&](float value, int64_t chunk, int pair, bool is_odd) {
-      const PairHashes hashes = pair_hashes(noise.noise, first_pair + chunk * (Chunk::kNumel / 2));
-      return rounded(clamped_quotient<kBits>(value, scale) + noise_in(hashes.at(pair), is_odd));
+    store_held<Teams, kBits>(share, piece, held, codes, [&](const Chunk& values, int64_t index) {
+      const PairHashes hashes = pair_hashes(noise.noise, first_pair + index * (Chunk::kNumel / 2));
+      return codes_of<kBits>(values, scale, reciprocal, [&](int pair, bool is_odd) { return noise_in(hashes.at(pair), is_odd); });
     });
   } else if (factor != 0.0f) {
-    store_held<Teams, kBits>(share, piece, held, codes, [factor](float value, int64_t, int, bool) { return rounded(value * factor); });
+    store_held<Teams, kBits>(share, piece, held, codes, [factor](const Chunk& values, int64_t) {
+      return coded<kBits>(values, [factor](float value, int, bool) { return rounded(value * factor); });
+    });
   } else {
-    store_held<Teams, kBits>(share, piece, held, codes, [scale](float value, int64_t, int, bool) { return code_of<kBits>(value, scale); });
+    store_held<Teams, kBits>(share, piece, held, codes, [&](const Chunk& values, int64_t) {
+      return codes_of<kBits>(values, scale, reciprocal, [](int, bool) { return -0.0f; });  // -0 + x is x, also for x = -0
+    });
   }
 }
 

@@ -160,6 +160,7 @@ _FLOATS: dict[str, Operation] = {
     "fma.rn.f32": fma_to_nearest,
     "fma.rm.f32": fma_down,
     "max.f32": larger_f32,
+    "abs.f32": lambda a: (a.view(np.uint32) & ~SIGN["f32"]).view(np.float32),
     "neg.f32": lambda a: (a.view(np.uint32) ^ SIGN["f32"]).view(np.float32),
     "mul.rn.f64": np.multiply,
     "ex2.approx.ftz.f32": power_of_two,
