@@ -16,7 +16,7 @@
 //
 // Second case: Q divides the significand. Then s is exactly m/Q and there may be more ties. Such blocks divide.
 //
-// ---- fp32 values, and all values with noise
+// ---- fp32 values, with noise or without
 //
 // Ties may lie anywhere, but few values are near one. Let q be fl(x / s), clamped to -Q to Q, and p be fl(x * fl(1/s)). |x| <= m, so |x / s|
 // is at most Q * (1 + 1.01 * 2^-24). q is within 1.01 * Q * 2^-24 of x / s, and p within 2.01 * Q * 2^-24, so they differ by less than

@@ -28,19 +28,23 @@ __device__ __forceinline__ void store_held(
   });
 }
 
-// The codes of a chunk: by products where all of them are sure, else by divisions, which take three times as long, and much longer for zeros.
+// The codes of a chunk: of fp32 values by products where all of these are sure, else by divisions, which take three times as long, and much
+// longer for zeros. 16-bit values are divided: most of them have a factor, and more registers would slow those.
 // noise_of(pair, is_odd): what is added to a quotient.
 template <int kBits, class Chunk, class NoiseOf>
-__device__ __forceinline__ CodeChunk<kBits, Chunk::kNumel> codes_of(const Chunk& values, float scale, float reciprocal, NoiseOf noise_of) {
-  float farthest = 0.0f;
-  const auto chunk = coded<kBits>(values, [&](float value, int pair, bool is_odd) {
-    const float quotient = value * reciprocal + noise_of(pair, is_odd);
-    const float shifted = quotient + kRoundingShift;
-    farthest = fmaxf(farthest, fabsf(quotient - (shifted - kRoundingShift)));
-    return bits_of(shifted) - kRoundingShiftBits;
-  });
-  if (reciprocal != 0.0f && farthest <= kSureDistance<kBits>) {
-    return chunk;
+__device__ __forceinline__ CodeChunk<kBits, Chunk::kNumel> codes_of(const Chunk& values, float scale, NoiseOf noise_of) {
+  if constexpr (std::is_same_v<typename Chunk::Value, float>) {
+    const float reciprocal = near_reciprocal(scale);
+    float farthest = 0.0f;
+    const auto chunk = coded<kBits>(values, [&](float value, int pair, bool is_odd) {
+      const float quotient = value * reciprocal + noise_of(pair, is_odd);
+      const float shifted = quotient + kRoundingShift;
+      farthest = fmaxf(farthest, fabsf(quotient - (shifted - kRoundingShift)));
+      return bits_of(shifted) - kRoundingShiftBits;
+    });
+    if (reciprocal != 0.0f && farthest <= kSureDistance<kBits>) {
+      return chunk;
+    }
   }
   return coded<kBits>(values, [&](float value, int pair, bool is_odd) {
     return rounded(clamped_quotient<kBits>(value, scale) + noise_of(pair, is_odd));
@@ -60,14 +64,11 @@ __device__ __forceinline__ void store_scaled(
   using Codes = CodeChunk<kBits, Chunk::kNumel>;
   if (!has_codes(scale)) {
     store_held<Teams, kBits>(share, piece, held, codes, [](const Chunk&, int64_t) { return Codes{}; });
-    return;
-  }
-  const float reciprocal = near_reciprocal(scale);
-  if (noise.noise.is_on) {
+  } else if (noise.noise.is_on) {
     const int64_t first_pair = noise.block * (noise.block_numel / 2);
     store_held<Teams, kBits>(share, piece, held, codes, [&](const Chunk& values, int64_t index) {
       const PairHashes hashes = pair_hashes(noise.noise, first_pair + index * (Chunk::kNumel / 2));
-      return codes_of<kBits>(values, scale, reciprocal, [&](int pair, bool is_odd) { return noise_in(hashes.at(pair), is_odd); });
+      return codes_of<kBits>(values, scale, [&](int pair, bool is_odd) { return noise_in(hashes.at(pair), is_odd); });
     });
   } else if (factor != 0.0f) {
     store_held<Teams, kBits>(share, piece, held, codes, [factor](const Chunk& values, int64_t) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void store_scaled(
     });
   } else {
     store_held<Teams, kBits>(share, piece, held, codes, [&](const Chunk& values, int64_t) {
-      return codes_of<kBits>(values, scale, reciprocal, [](int, bool) { return -0.0f; });  // -0 + x is x, also for x = -0
+      return codes_of<kBits>(values, scale, [](int, bool) { return -0.0f; });  // -0 + x is x, also for x = -0
     });
   }
 }
