@@ -15,7 +15,7 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,14 +41,23 @@ def main() -> None:
     report("kernel_work.py", sys.argv[1:], setting, table(calls), {"calls": [asdict(call) for call in calls]}, args.output)
 
 
-def table(calls: Iterable[Work]) -> str:
-    rows = ["| codes | call | PTX instructions per byte | of half rate | sectors / bytes |", "| --- | --- | ---: | ---: | ---: |"]
-    return "\n".join([*rows, *map(_row, calls)])
-
-
-def _row(call: Work) -> str:
-    counts = f"{call.instructions / call.nbytes:.1f} | {call.half_rate / call.nbytes:.1f}"
-    return f"| {call.codes} | {call.name} | {counts} | {call.sector_bytes / call.nbytes:.3f} |"
+def table(calls: Iterable[Work], shares: Mapping[tuple[str, str], float] | None = None) -> str:
+    """shares: by codes and call, the share of a copy's rate that a GPU has reached; a column more."""
+    heads, lines = ["codes", "call", "PTX instructions per byte", "of half rate", "sectors / bytes"], ["---", "---", "---:", "---:", "---:"]
+    rows = [
+        [
+            call.codes,
+            call.name,
+            f"{call.instructions / call.nbytes:.1f}",
+            f"{call.half_rate / call.nbytes:.1f}",
+            f"{call.sector_bytes / call.nbytes:.3f}",
+        ]
+        for call in calls
+    ]
+    if shares is not None:
+        heads, lines = [*heads, "H100: of a copy, %"], [*lines, "---:"]
+        rows = [[*row, f"{100 * shares[row[0], row[1]]:.0f}"] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, lines, *rows))
 
 
 if __name__ == "__main__":

@@ -125,16 +125,33 @@ def planned_bytes(words: list[str], ranks: int, *, is_on_gpu: bool) -> int:
     return need.beside(need.device).total
 
 
+@dataclass(frozen=True)
+class Speed:
+    """Medians of a run after its warm-up; mfu: None if the device's peak is unknown. peak_bytes: of torch's allocator."""
+
+    step_ms: float
+    tokens_per_second: float
+    mfu: float | None
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, records: list[dict[str, Any]]) -> Speed:
+        """records: of the run's training lines."""
+        timed, last = records[WARMUP_STEPS:], records[-1]
+        step, tokens = (statistics.median(record[key] for record in timed) for key in ("elapsed_ms_per_iteration", "tokens_per_second"))
+        mfu = statistics.median(record["mfu"] for record in timed) if last["mfu"] is not None else None
+        return cls(step, tokens, mfu, last["max_memory_bytes"])
+
+
 def report(outcome: Outcome, some: Run, records: list[dict[str, Any]], planned: int, *, is_on_gpu: bool) -> None:
     """Adds a line of medians after warm-up, and checks that the loss falls and that the peak of memory is as planned."""
-    timed = records[WARMUP_STEPS:]
-    losses, last = [record["lm_loss"] for record in records], records[-1]
-    step, tokens = (statistics.median(record[key] for record in timed) for key in ("elapsed_ms_per_iteration", "tokens_per_second"))
-    mfu = f", MFU {statistics.median(record['mfu'] for record in timed):.1%}" if last["mfu"] is not None else ""
+    speed, last = Speed.of(records), records[-1]
+    losses, peak = [record["lm_loss"] for record in records], speed.peak_bytes
+    mfu = f", MFU {speed.mfu:.1%}" if speed.mfu is not None else ""
     sent = f", {last['inter_node_bytes']:,} bytes between nodes and {last['intra_node_bytes']:,} inside per rank" if some.ranks > 1 else ""
-    peak = last["max_memory_bytes"]
     outcome.say(
-        f"{some.name}: {step:.1f} ms per step, {tokens:,.0f} tokens/s{mfu}; peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}{sent}"
+        f"{some.name}: {speed.step_ms:.1f} ms per step, {speed.tokens_per_second:,.0f} tokens/s{mfu}; "
+        f"peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}{sent}"
     )
     end = statistics.median(losses[-LAST_STEPS:])
     outcome.check(f"'{some.name}' trains: loss {losses[0]:.3f} to {end:.3f}, the median of the last {LAST_STEPS}", holds=end < losses[0])

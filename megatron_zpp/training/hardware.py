@@ -13,11 +13,21 @@ from megatron_zpp.zero.plan.time_model import CodecSpeed, HostSpeed, LinkSpeed, 
 CPU_CODEC = CodecSpeed(
     encode=0.12e-9, decode=0.10e-9, summed=0.13e-9, gaussian_encode=0.40e-9, gaussian_decode=0.28e-9, rotate=0.17e-9, subtract=0.5e-9
 )
-# Assumed, not measured: SDP4Bit (arXiv 2410.15526) reports 682 GB/s of fp32 values for its codec on an A100.
-# Estimated: Gaussian codes read and write as many values as others, and a round of rotation, by shuffles inside a warp, takes half of that.
-GPU_CODEC = CodecSpeed(encode=6e-12, decode=6e-12, summed=6e-12, gaussian_encode=6e-12, gaussian_decode=6e-12, rotate=3e-12, subtract=5e-12)
-# Assumed, not measured. A GPU on 16 lanes of PCIe 4 copies 24 to 26 GB/s to and from pinned memory, as is commonly reported. AdamW reads 16
-# and writes 12 bytes per value, so memory decides: a node of two sockets with 56 GB/s in use for it updates 2e9 values per second.
+# One H100, blocks of 256, 64 MB of bf16 values, from benchmarks/results/gpu_h100.json: means over 4 and 8 bits, and over 3 and 1 bit of
+# Gaussian codes. A mean of 2 members is decoded and added to fp32. A round of rotation is what it adds to integer codes. On an A100, whose
+# memory has half the rate, all take about twice as long. Estimated: a difference moves 10 bytes per value at the rate of a copy.
+GPU_CODEC = CodecSpeed(
+    encode=1.1e-12,
+    decode=1.1e-12,
+    summed=2.1e-12,
+    gaussian_encode=1.9e-12,
+    gaussian_decode=1.4e-12,
+    rotate=0.16e-12,
+    subtract=3.5e-12,
+)
+# Assumed: a GPU on 16 lanes of PCIe 4 copies 24 to 26 GB/s to and from pinned memory, as is commonly reported. Measured on PCIe 5: 55 GB/s.
+# AdamW reads 16 and writes 12 bytes per value, so memory decides: a node of two sockets with 56 GB/s in use for it updates 2e9 values per
+# second. That is assumed, too.
 HOST = HostSpeed(bytes_per_second=25e9, values_per_second=2e9)
 # Latency of small messages. Assumed, not measured: gloo over a bridge on one machine, and for NCCL what is commonly reported.
 GLOO_COLLECTIVE_SECONDS = 0.7e-3

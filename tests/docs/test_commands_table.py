@@ -182,6 +182,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python benchmarks/preprocess.py ...": "It trains tokenizers on text of the machine it runs on, and takes minutes.",
     "python benchmarks/fake_gpus.py --gpus 4 COMMAND": FAKE_GPUS,
     "python benchmarks/gpu_host_path.py ...": FAKE_GPUS,
+    "python benchmarks/gpu_table.py ...": "tests/benchmarks/test_gpu_table.py::test_what_four_commands_have_found_is_kept_and_printed",
     "python benchmarks/kernel_work.py ...": ("tests/ops/test_cuda_kernels.py::test_accesses_of_a_warp_fill_the_sectors_that_they_touch"),
     "python benchmarks/fake_gpus.py bash benchmarks/gpu_half_hour.sh 1": (
         "tests/benchmarks/test_gpu_rehearsal.py::test_a_command_of_the_half_hour_runs_on_fake_gpus_to_its_end"

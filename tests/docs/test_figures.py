@@ -13,7 +13,7 @@ from figures.covered import ELSEWHERE, NOT_MEASURED
 from figures.figure import Elsewhere, NotMeasured, as_one_line, left_over, prose_of, text_of
 from harness.places import ROOT
 
-from megatron_zpp.training.hardware import CPU_CODEC
+from megatron_zpp.training.hardware import CPU_CODEC, GPU_CODEC
 
 pytestmark = pytest.mark.pure
 
@@ -75,6 +75,28 @@ def test_the_speeds_of_a_core_that_plans_assume_are_those_that_were_measured() -
         "subtract": 0.5,  # an estimate
     }
     assert {name: round(1e9 * seconds, 2) for name, seconds in asdict(CPU_CODEC).items()} == pytest.approx(measured, abs=0.0051)
+
+
+def test_the_speeds_of_a_gpu_that_plans_assume_are_those_that_were_measured_on_an_h100() -> None:
+    kernels = of_programs.results("gpu_h100")["kernels"]
+
+    def picoseconds(op: str, kind: str) -> float:
+        """Per bf16 value, the mean of all codes of a kind that have the call."""
+        values = 64 * 2**20 / 2
+        return statistics.mean(1e6 * one["microseconds"] / values for one in kernels if one["op"] == op and one["codes"].startswith(kind))
+
+    rotate = picoseconds("encode rotated bf16", "INT") - picoseconds("encode bf16", "INT")
+    rounds = statistics.mean((1, 2))  # of the two Gaussian codes that are timed
+    measured = {
+        "encode": picoseconds("encode bf16", "INT"),
+        "decode": picoseconds("decode to bf16", "INT"),
+        "summed": picoseconds("decode, add mean of 2", "INT") / 2,
+        "gaussian_encode": picoseconds("encode bf16", "Gaussian") - rounds * rotate,
+        "gaussian_decode": picoseconds("decode to bf16", "Gaussian") - rounds * rotate,
+        "rotate": rotate,
+        "subtract": 3.5,  # an estimate
+    }
+    assert {name: 1e12 * seconds for name, seconds in asdict(GPU_CODEC).items()} == pytest.approx(measured, abs=0.051)
 
 
 def test_each_figure_is_there_once() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import gpu_host_path
+import gpu_table
 import head_loss
 import kernel_work
 import preprocess
@@ -169,8 +172,87 @@ def kernel_calls() -> list[Work]:
     return [Work(**one) for one in results("kernel_work")["calls"]]
 
 
+def on_h100(*patterns: str) -> list[float]:
+    """Shares of a copy's rate in percent, of the calls on an H100 whose codes and name match a pattern."""
+    return [
+        100 * one["share_of_copy"]
+        for one in results("gpu_h100")["kernels"]
+        if any(re.fullmatch(pattern, f"{one['codes']}, {one['op']}") for pattern in patterns)
+    ]
+
+
+def steps_on_h100(variant: str) -> list[float]:
+    """Milliseconds of a step of 1.0 billion parameters, for 1 and for 8 micro-batches."""
+    return [one["ms"] for one in results("gpu_h100")["step"] if one["variant"] == variant]
+
+
+def milliseconds_of(kind: str) -> float:
+    return float(1e3 * results("gpu_h100")["seconds_by_kind"][kind])
+
+
+def most_above_plan() -> float:
+    """By how many percent a peak of the training script on an H100 is above its plan, at most."""
+    return max(100 * (one["speed"]["peak_bytes"] / one["planned_bytes"] - 1) for one in results("gpu_h100")["runs"])
+
+
+def products_of_peak() -> list[float]:
+    return [max(one["mfu"] / one["of_products"] for one in results("gpu_h100")["step"])]
+
+
+RECODED = r"INT[48], (decode, mean of \d, encode.*|encode rotated.*|encode .*stochastically)"
+
 FIGURES = (
-    Figure(PAGE, "{}", lambda: [kernel_work.table(kernel_calls())]),
+    Figure(
+        PAGE,
+        "{}",
+        lambda: [
+            kernel_work.table(kernel_calls(), {(one["codes"], one["op"]): one["share_of_copy"] for one in results("gpu_h100")["kernels"]})
+        ],
+    ),
+    Figure(PAGE, "{}", lambda: [gpu_table.run_table(results("gpu_h100"))]),
+    Figure(PAGE, "{}", lambda: [gpu_table.variant_table(results("gpu_h100"))]),
+    Figure(PAGE, "Products of large square matrices alone reach {:.2f} of them on this GPU.", products_of_peak),
+    Figure(PAGE, "the peak is at most {:.1f} % above it.", lambda: [most_above_plan()]),
+    Figure(
+        PAGE,
+        "matrix products for {:.1f} ms and attention for {:.1f} ms. The optimizer takes {:.1f} ms,",
+        lambda: map(milliseconds_of, ("matrix products", "attention", "optimizer")),
+    ),
+    Figure(
+        PAGE,
+        "encode of integers except INT4 codes of bf16 reach {:.0f} % or more.",
+        lambda: [
+            min(
+                on_h100(
+                    "bf16, (mean.*|dropout|gradient of logits)", "INT[48], decode to .*", "INT8, encode (bf16|fp32)", "INT4, encode fp32"
+                )
+            )
+        ],
+    ),
+    Figure(PAGE, "INT4 codes of bf16 reach {:.0f} %.", lambda: on_h100("INT4, encode bf16")),
+    Figure(
+        PAGE, "added to an fp32 sum reaches {:.0f} to {:.0f} % with integers", lambda: spread(on_h100("INT[48], decode, add mean of 2"))
+    ),
+    Figure(PAGE, "codes after a decode reach {:.0f} to {:.0f} %,", lambda: spread(on_h100(RECODED))),
+    Figure(PAGE, "Gaussian codes {:.0f} to {:.0f} %: their arithmetic", lambda: spread(on_h100("Gaussian.*"))),
+    Figure(
+        "docs/recomputation.md",
+        "the first reaches {:.0f} % on an H100, and the second {:.0f} %; plain torch reaches {:.0f} % and {:.0f} %.",
+        lambda: [*on_h100("bf16, (parts|gradient) of logits"), *on_h100("bf16, .* of logits, by torch")],
+    ),
+    Figure(
+        "docs/architectures.md",
+        "parameters takes {:.1f} ms with cuDNN, and {:.1f} ms with flash",
+        lambda: [steps_on_h100("defaults")[0], steps_on_h100("attention by flash")[0]],
+    ),
+    Figure(
+        "README.md",
+        "memory at most {:.0f} % above the plan; 1.3 billion parameters with an MFU of {:.0f} %",
+        lambda: [
+            math.ceil(most_above_plan()),
+            max(100 * one["speed"]["mfu"] for one in results("gpu_h100")["runs"] if one["name"].startswith("1.3B")),
+        ],
+    ),
     Figure(
         PAGE,
         "on {} x {} values in blocks of {}, compiled by nvcc {} for sm_80",
