@@ -185,7 +185,7 @@ def test_killed_at_any_change_to_the_disk_no_index_stands_beside_tokens_of_anoth
     assert last_call > 30
 
 
-@pytest.mark.parametrize(("more", "last_call_before"), [([], 20), (["--share"], 10**6)])
+@pytest.mark.parametrize(("more", "last_call_before"), [([], 22), (["--share"], 10**6)])
 def test_killed_after_it_began_anew_it_does_not_go_on_with_the_run_before(tmp_path: Path, more: list[str], last_call_before: int) -> None:
     """Before it, there was an unfinished run, or a finished share."""
     sources = write_source(tmp_path, documents=30, seed=7)
@@ -239,7 +239,7 @@ def test_a_key_that_cannot_be_written_leaves_nothing_of_the_others_but_what_is_g
 def unfinished(folder: Path) -> tuple[list[Path], Path]:
     """The sources and prefix of a run that was ended after its first journal entry."""
     sources, prefix = write_source(folder, documents=30, seed=7), folder / "out"
-    assert run_until_call(arguments(sources, prefix), 20)
+    assert run_until_call(arguments(sources, prefix), 22)
     assert (folder / "out.unfinished").exists()
     return sources, prefix
 

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.outside import open_regular
+from megatron_zpp.data.preprocess.other_formats import HEAD_BYTES, refuse_other_format
 
 STANDARD_INPUT = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
@@ -55,7 +56,7 @@ def find_inputs(words: Sequence[str], print_line: Callable[[str], None]) -> list
     """The files that the words of --input name, in order of the words. Files of a folder (and its subfolders) or a glob are sorted by name.
 
     print_line: called if files in a folder are left out.
-    Raises ValueError for a word without a file, and for a file that is named twice, even under two names.
+    Raises ValueError for a word without a file, for a file that is named twice, even under two names, and for one of another format.
     """
     paths = [path for word in words for path in _files_of(word, print_line)]
     named: dict[str, str] = {}
@@ -65,6 +66,9 @@ def find_inputs(words: Sequence[str], print_line: Callable[[str], None]) -> list
             spelled = "" if named[real] == path else f" (as {named[real]} before)"
             raise ValueError(f"--input names {path} twice{spelled}; name it once, its documents would be written twice.")
         named[real] = path
+    for path in paths:
+        if path != STANDARD_INPUT:
+            _refuse_other_formats(path)
     return paths
 
 
@@ -110,7 +114,15 @@ class Source:
         return self._read_bytes if self._reads_stdin else self._file.tell()
 
     def blocks(self, offset: int) -> Iterator[bytes]:
-        """The text from offset on, in blocks of about BATCH_BYTES."""
+        """The text from offset on, in blocks of about BATCH_BYTES. Raises ValueError if it begins like another format than JSON lines."""
+        blocks = self._blocks(offset)
+        if offset == 0:
+            first = next(blocks, b"")
+            refuse_other_format(self.path, first[:HEAD_BYTES], is_compressed=self.is_compressed)
+            yield from (first,) if first else ()
+        yield from blocks
+
+    def _blocks(self, offset: int) -> Iterator[bytes]:
         if self._head.startswith(GZIP_MAGIC):
             yield from _skip_bytes(offset, _gzip_blocks(self._file))
         elif self._head.startswith(ZSTD_MAGICS):
@@ -160,6 +172,14 @@ def _files_of(word: str, print_line: Callable[[str], None]) -> list[str]:
     if not found:
         raise ValueError(f"--input {word} is not a file, a folder or a glob that matches one; give JSON lines, or - for standard input.")
     return found
+
+
+def _refuse_other_formats(path: str) -> None:
+    with Source(path) as file:
+        try:
+            next(file.blocks(0), b"")
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            return  # whoever reads the file says that it is damaged, and where
 
 
 def _files_below(folder: str) -> list[str]:

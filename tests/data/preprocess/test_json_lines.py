@@ -1,8 +1,15 @@
+import bz2
 import gzip
+import io
+import json
+import lzma
 import os
+import re
 import struct
 import sys
+import tarfile
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,3 +158,71 @@ def test_a_line_that_is_no_document_says_what_it_is(line: bytes, reason: str) ->
     with pytest.raises(ValueError, match=f"^{reason}$"):
         read_texts(line, ["text"])
     assert read_texts(b'{"text": "a"}\r\n', ["text"]) == {"text": "a"}
+
+
+LINES = b'{"text": "a"}\n{"text": "b"}\n'
+ARRAY = json.dumps([{"text": "a"}, {"text": "b"}])
+
+
+def packed(pack: Callable[[Path, bytes], object], folder: Path) -> Path:
+    path = folder / "some data"
+    pack(path, LINES)
+    return path
+
+
+def zip_up(path: Path, lines: bytes) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.jsonl", lines)
+
+
+def tar_up(path: Path, lines: bytes) -> None:
+    with tarfile.open(path, "w") as archive:
+        member = tarfile.TarInfo("a.jsonl")
+        member.size = len(lines)
+        archive.addfile(member, io.BytesIO(lines))
+
+
+@pytest.mark.parametrize(
+    ("pack", "what", "remedy"),
+    [
+        (lambda path, lines: path.write_bytes(b"PAR1" + lines), "a Parquet file", "python -c .*read_parquet.* {}"),
+        (lambda path, lines: path.write_bytes(b"ARROW1\0\0"), "an Arrow file", "python -c .*read_feather.* {}"),
+        (lambda path, lines: path.write_bytes(b"\xff\xff\xff\xff\x40\0"), "an Arrow stream", "python -c .*open_stream.* {}"),
+        (lambda path, lines: path.write_bytes(lzma.compress(lines)), "compressed by xz", "xz -dc {} > {}.jsonl"),
+        (
+            lambda path, lines: path.write_bytes(lzma.compress(lines, lzma.FORMAT_ALONE)),
+            "compressed by lzma",
+            "xz --format=lzma -dc {} > {}.jsonl",
+        ),
+        (lambda path, lines: path.write_bytes(bz2.compress(lines)), "compressed by bzip2", "bzip2 -dc {} > {}.jsonl"),
+        (zip_up, "a zip archive", "unzip {}"),
+        (tar_up, "a tar archive", "tar -xf {}"),
+        (lambda path, lines: path.write_text(lines.decode(), "utf-16"), "text in UTF-16", "iconv -f UTF-16 -t UTF-8 {} > {}.utf8.jsonl"),
+        (lambda path, lines: path.write_text(lines.decode(), "utf-16-be"), "text in UTF-16", "iconv -f UTF-16BE .*"),
+        (lambda path, lines: path.write_text(lines.decode(), "utf-32"), "text in UTF-32", "iconv -f UTF-32 .*"),
+        (lambda path, lines: path.write_text(ARRAY), "one JSON array", "jq -c '.\\[\\]' {} > {}.jsonl"),
+        (lambda path, lines: path.write_text(f"\n[\n{ARRAY[1:]}"), "one JSON array", "jq .*"),
+        (lambda path, lines: path.write_text('{\n "text": "a"\n}\n'), "JSON with objects over several lines", "jq -c . {} > {}.jsonl"),
+    ],
+)
+def test_a_file_of_another_format_is_refused_at_the_start_with_what_makes_json_lines_of_it(
+    pack: Callable[[Path, bytes], object], what: str, remedy: str, tmp_path: Path
+) -> None:
+    path = packed(pack, tmp_path)
+    command = remedy.replace("{}", f"'{path}'")
+    match = f"^{path} is {re.escape(what)}, but JSON lines are needed; this makes them: {command}$"
+    with pytest.raises(ValueError, match=match):
+        find_inputs([str(path)], print)
+    with pytest.raises(ValueError, match=match):
+        list(line_batches([str(path)], Position()))
+
+
+def test_another_format_inside_a_compressed_file_is_refused_and_a_bad_line_is_no_format(tmp_path: Path) -> None:
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(ARRAY.encode()))
+    match = f"^{path} holds, compressed, what is one JSON array, but .*; decompress it; then this makes them: jq .* {tmp_path}/a.json > .*"
+    with pytest.raises(ValueError, match=match):
+        find_inputs([str(path)], print)
+    for first in (b"[]", b'["a"]', b"", b"{}", b'{"text": "a"}'):
+        path.write_bytes(gzip.compress(first + b"\n" + LINES))
+        assert find_inputs([str(path)], print) == [str(path)]
