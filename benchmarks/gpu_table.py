@@ -19,19 +19,18 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent / "tests")]
 
+import kernel_work  # noqa: E402
 import torch  # noqa: E402
 from gpu import script  # noqa: E402
 from gpu.place import Place  # noqa: E402
 from gpu.script import GIB, Speed  # noqa: E402
+from gpu.training import MICROBATCHES, VARIANTS  # noqa: E402
+from harness.device_work import Work  # noqa: E402
 
 COMMANDS = "1", "2", "3", "4"  # of gpu_half_hour.sh
 MEGABYTES = 64  # of the values of the kernels that are kept
-VARIANTS = {
-    "defaults": "",
-    "weights kept, whole logits": ", weights kept, whole logits",
-    "attention by flash": ", attention by flash",
-    "--compile": ", --compile",
-}
+COUNTED = FOLDER / "results" / "kernel_work.json"
+DEFAULTS = "defaults"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def main() -> None:
 
 def kept(checks: list[dict[str, Any]]) -> dict[str, Any]:
     """What is kept of the JSON files of the commands."""
-    parts = {name: part for check in checks for name, part in check["parts"].items()}
+    parts = {name: part for check in reversed(checks) for name, part in check["parts"].items()}  # the first that had a part counts
     machine = checks[0]["machine"]
     records = parts["script"]["measured"]
     return {
@@ -69,10 +68,12 @@ def kept(checks: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "versions": {"python": machine["python"], "torch": machine["torch"]},
         "date": checks[0]["date"][:10],
+        "sources": checks[0]["sources"],
         "parts": {name: {"status": part["status"], "seconds": part["seconds"]} for name, part in parts.items()},
         "runs": [asdict(_run(some, records[some.name])) for some in script.RUNS if some.ranks == 1 and not some.is_profiled],
         "step": _steps(parts["training"]["measured"]),
         "seconds_by_kind": parts["training"]["measured"]["seconds_by_kind"],
+        "beside_allocator_bytes": parts["training"]["measured"]["used_bytes"] - parts["training"]["measured"]["reserved_bytes"],
         "kernels": [one for one in parts["speed"]["measured"]["kernels"] if one["megabytes"] == MEGABYTES],
         "host_link_bytes_per_second": parts["offload"]["measured"]["rates"],
     }
@@ -93,9 +94,9 @@ def _steps(training: dict[str, Any]) -> list[dict[str, Any]]:
             "mfu": measured["mfu"],
             "of_products": measured["mfu_of_products"],
         }
-        for variant, suffix in VARIANTS.items()
-        for microbatches, name in ((1, "1 micro-batch"), (8, "8 micro-batches"))
-        for measured in [training[f"{name}{suffix}"]]
+        for variant in (DEFAULTS, *(some.name for some in VARIANTS))
+        for microbatches, name in ((1, "1 micro-batch"), (MICROBATCHES, f"{MICROBATCHES} micro-batches"))
+        for measured in [training[name if variant == DEFAULTS else f"{name}, {variant}"]]
     ]
 
 
@@ -116,11 +117,10 @@ def variant_table(found: dict[str, Any]) -> str:
 
 
 def kernel_table(found: dict[str, Any]) -> str:
-    rows = [f"| codes | call, {MEGABYTES} MB of bf16 values | us | TB/s | of a copy's rate, % |", "| --- | --- | ---: | ---: | ---: |"]
-    for one in found["kernels"]:
-        numbers = f"{one['microseconds']:.1f} | {one['terabytes_per_second']:.2f} | {100 * one['share_of_copy']:.0f}"
-        rows.append(f"| {one['codes']} | {one['op']} | {numbers} |")
-    return "\n".join(rows)
+    """What kernel_work.py has counted, and beside it the share of a copy's rate."""
+    shares = {(one["codes"], one["op"]): one["share_of_copy"] for one in found["kernels"]}
+    calls = [Work(**one) for one in json.loads(COUNTED.read_text(encoding="utf-8"))["calls"]]
+    return kernel_work.table(calls, [("H100: of a copy, %", lambda call: f"{100 * shares[call.codes, call.name]:.0f}")])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,9 +41,10 @@ def main() -> None:
     report("kernel_work.py", sys.argv[1:], setting, table(calls), {"calls": [asdict(call) for call in calls]}, args.output)
 
 
-def table(calls: Iterable[Work], shares: Mapping[tuple[str, str], float] | None = None) -> str:
-    """shares: by codes and call, the share of a copy's rate that a GPU has reached; a column more."""
-    heads, lines = ["codes", "call", "PTX instructions per byte", "of half rate", "sectors / bytes"], ["---", "---", "---:", "---:", "---:"]
+def table(calls: Iterable[Work], columns: Sequence[tuple[str, Callable[[Work], str]]] = ()) -> str:
+    """columns: further ones, by name."""
+    heads = ["codes", "call", "PTX instructions per byte", "of half rate", "sectors / bytes", *(name for name, _ in columns)]
+    lines = ["---" if name in ("codes", "call") else "---:" for name in heads]
     rows = [
         [
             call.codes,
@@ -51,12 +52,10 @@ def table(calls: Iterable[Work], shares: Mapping[tuple[str, str], float] | None 
             f"{call.instructions / call.nbytes:.1f}",
             f"{call.half_rate / call.nbytes:.1f}",
             f"{call.sector_bytes / call.nbytes:.3f}",
+            *(cell(call) for _, cell in columns),
         ]
         for call in calls
     ]
-    if shares is not None:
-        heads, lines = [*heads, "H100: of a copy, %"], [*lines, "---:"]
-        rows = [[*row, f"{100 * shares[row[0], row[1]]:.0f}"] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, lines, *rows))
 
 

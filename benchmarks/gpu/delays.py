@@ -42,6 +42,10 @@ class Delays:
             self.count += 1
             self._sleep(self._random.uniform(0.0, self._most_seconds))
 
+    def hold(self, seconds: float) -> None:
+        """Makes the current stream wait, whatever is drawn."""
+        self._sleep(seconds)
+
     def before(self, call: Callable[[], None]) -> Callable[[], None]:
         def delayed() -> None:
             self()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-MATRIX, ATTENTION, OTHER = "matrix products", "attention", "everything else"
+MATRIX, ATTENTION, FUSED_LOSS, OTHER = "matrix products", "attention", "fused loss", "everything else"
 # Parts of names in lower case; the first kind that has one counts.
 KINDS = {
-    "fused loss": ("softmax_parts_kernel", "softmax_gradient_kernel"),
+    FUSED_LOSS: ("softmax_parts_kernel", "softmax_gradient_kernel"),
     "quantization and dropout": (
         "megatron_zpp",
         "encode_kernel",

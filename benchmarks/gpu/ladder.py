@@ -191,8 +191,8 @@ def train(some: Run, sleep: Sleep | None, place: RankPlace) -> Bits:
         delay_computation(session.model, session.model.uses(), delays)
     history = []
     for step in range(STEPS):
-        if sleep is not None and delays is not None:
-            sleep(HELD_SECONDS)
+        if delays is not None:
+            delays.hold(HELD_SECONDS)
         history.append(session.step(step))
     weights = session.weights_digest()
     session.close()

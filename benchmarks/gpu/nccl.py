@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,7 +36,7 @@ ZEROPP = f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}"
 class Run:
     """Flags of one run. same_as: the run whose losses and gradient norms it must have.
 
-    slack: by how much of themselves they may differ; on GPUs the kernels of the loss have other bits than their reference.
+    slack: by how much of themselves they may differ.
     """
 
     name: str
@@ -73,7 +73,9 @@ RUNS = (
     Run("ZeRO-0, fp32, 4 context ranks on 2 nodes", "--zero-stage 0 --context-parallel-size 4",
         "ZeRO-3, fp32, 4 context ranks on 2 nodes"),
 )  # fmt: skip
-ON_REFERENCE = (Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++", slack=0.01 if torch.cuda.is_available() else 0.0),)
+ON_REFERENCE = Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++")
+# Of losses and norms. On GPUs the loss has other roundings without its kernels, which quantization makes larger: an H100 had 1e-3.
+REFERENCE_SLACK = 0.01
 
 
 def run(time: Deadline, outcome: Outcome) -> None:
@@ -81,15 +83,18 @@ def run(time: Deadline, outcome: Outcome) -> None:
     outcome.measure(backend="nccl" if torch.cuda.is_available() else "gloo")
     found: dict[str, Finished] = {}
     compare_runs(time, outcome, RUNS, sharing, found, {})
-    compare_runs(time, outcome, ON_REFERENCE, sharing, found, {REFERENCE_VARIABLE: "1"})
+    on_reference = replace(ON_REFERENCE, slack=REFERENCE_SLACK if torch.cuda.is_available() else 0.0)
+    compare_runs(time, outcome, (on_reference,), sharing, found, {REFERENCE_VARIABLE: "1"})
 
 
 def largest_difference(found: list[list[float]], expected: list[list[float]]) -> float:
     """Of a loss or norm, as a share of what is expected; infinite if there are more or fewer of them, or one is not a number."""
+    if found == expected:
+        return 0.0
     if len(found) != len(expected):
         return math.inf
     pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
-    shares = [0.0 if one == other else abs(one - other) / abs(other) for one, other in pairs]
+    shares = [abs(one - other) / abs(other) if other else math.inf for one, other in pairs if one != other]
     return max(math.inf if math.isnan(share) else share for share in shares)
 
 

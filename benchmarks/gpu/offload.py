@@ -17,7 +17,7 @@ from gpu.deadline import Deadline
 from gpu.device_errors import attempt
 from gpu.differences import largest_difference
 from gpu.outcome import Outcome
-from gpu.place import Place
+from gpu.place import Place, load_kernels
 from gpu.session import RankPlace, Session
 from megatron_zpp.comm.code import Runs
 from megatron_zpp.comm.codec import Regions
@@ -61,6 +61,7 @@ class Trained:
 
 def run(time: Deadline, outcome: Outcome) -> None:
     place = Place.here()
+    load_kernels(place, outcome)
     if place.is_gpu:
         torch.set_num_threads(len(own_cores()))
         outcome.say(f"AdamW on the host has {torch.get_num_threads()} threads")

@@ -10,7 +10,7 @@ import torch
 from gpu.deadline import Deadline
 from gpu.differences import largest_difference
 from gpu.outcome import Outcome
-from gpu.place import Place
+from gpu.place import Place, load_kernels
 from gpu.plain_run import PlainRun, engine_gradients
 from gpu.session import RankPlace, Session
 from megatron_zpp.training.startup_checks import use_deterministic_kernels
@@ -29,6 +29,7 @@ STAGES = (0, 1, 2, 3)
 
 def run(time: Deadline, outcome: Outcome) -> None:
     place = Place.here()
+    load_kernels(place, outcome)
     if place.is_gpu:
         use_deterministic_kernels()
     for name, (flags, of_gradients, of_losses) in TOLERANCES.items():

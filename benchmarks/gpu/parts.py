@@ -54,14 +54,14 @@ WAVES: tuple[Wave, ...] = (
     (
         Part("nccl", 105, 30, 280, "4 NCCL ranks as 2 nodes x 2: equal bits in all stages, also of tensor and of context ranks"),
         Part("resume", 55, 20, 150, "save, --async-save, resume and evaluation: the same bits"),
-        Part("lost_rank", 35, 75, 150, "one NCCL rank is killed, and the others end in time"),
+        Part("lost_rank", 35, 30, 150, "one NCCL rank is killed, and the others end in time"),
     ),
     (Part("several_gpus", 60, 20, 200, "one rank per GPU: rates of the collectives, limits of CTAs"),),
     (Part("tensor", 15, 15, 120, "the tensor link over NCCL: bits of its sums, and sums beside matrix products"),),
     (Part("offload", 35, 20, 200, "optimizer and kept inputs on the host: losses, memory against the plan, copies beside computation"),),
-    (Part("sanitizer", 20, 30, 300, "every kernel of codes and of the loss under compute-sanitizer", is_default=False),),
+    (Part("sanitizer", 20, 15, 300, "every kernel of codes and of the loss under compute-sanitizer", is_default=False),),
     (Part("script", 100, 30, 500, "the training script: 125M and 1.3B, speed and memory beside the plan, a trace", is_default=False),),
-    (Part("counters", 30, 60, 500, "every kernel's hardware counters, by ncu", is_default=False),),
+    (Part("counters", 30, 25, 500, "every kernel's hardware counters, by ncu", is_default=False),),
     (
         Part("apex", 20, 10, 300, "NVIDIA Apex, where it is or where its sources are", is_default=False),
         Part("compile", 40, 15, 200, "every CUDA source by itself, with warnings as errors", is_default=False),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu.outcome import NotDone
+from gpu.outcome import NotDone, Outcome
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,15 @@ def require_gpu(place: Place) -> None:
     if not place.is_gpu:
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
         raise NotDone(f"torch finds no GPU here (torch {torch.__version__} is built for {built_for})")
+
+
+def load_kernels(place: Place, outcome: Outcome) -> None:
+    """Loads the kernels, as a run does. Without those of the loss, says on a GPU that it is not measured with them."""
+    from megatron_zpp.ops import extension
+
+    extension.load()
+    if place.is_gpu and not extension.has_loss_kernels_for("cuda"):
+        outcome.omit(f"the loss on kernels: {extension.report('cuda')}")
 
 
 def require_kernels(place: Place) -> None:

@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.deadline import Deadline
 from gpu.device_errors import attempt
-from gpu.kernel_kinds import ATTENTION, MATRIX, NAMES, kind_of
+from gpu.kernel_kinds import ATTENTION, FUSED_LOSS, MATRIX, NAMES, kind_of
 from gpu.outcome import NotDone, Outcome
-from gpu.place import Place
+from gpu.place import Place, load_kernels
 from gpu.session import RankPlace, Session
 from gpu.stalls import MeasuredStreams
 from megatron_zpp.comm.streams import streams_of
@@ -28,6 +28,7 @@ from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_coun
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.observer import StepObserver
 from megatron_zpp.monitor.timers import NEVER_RAN, TIMER_NAMES, Timers, clock_of
+from megatron_zpp.ops.extension import has_loss_kernels_for
 from megatron_zpp.training.hardware import peak_teraflops
 
 GPU_SHAPE = "--num-layers 18 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 4 --vocab-size 50257"
@@ -76,6 +77,7 @@ class Steps:
 
 def run(time: Deadline, outcome: Outcome) -> None:
     place = Place.here()
+    load_kernels(place, outcome)
     if not place.is_gpu:
         outcome.omit("a GPT of 1 billion parameters: torch finds no GPU here; a tiny one was trained on the CPU instead")
     shape = CPU_SHAPE if place.is_tiny else GPU_SHAPE
@@ -263,6 +265,8 @@ def _report_profile(outcome: Outcome, session: Session, place: Place, steps: Ste
         f"{launches:.0f} kernels and copies per step, {launches / units:.0f} per unit",
         *(f"    {own * 1e3:8.2f} ms  {name[:110]}" for name, own in sorted(seconds.items(), key=lambda item: -item[1])[:NAMED_KERNELS]),
     )
+    if place.is_gpu and has_loss_kernels_for("cuda"):
+        outcome.check("the loss runs on its kernels", holds=kinds[FUSED_LOSS] > 0)
     outcome.measure(
         seconds_by_kind=kinds, share_outside_matrix_products=outside, launches_per_step=launches, launches_per_unit=launches / units
     )

@@ -18,7 +18,8 @@
 //
 // ---- fp32 values, with noise or without
 //
-// Ties may lie anywhere, but few values are near one. Let q be fl(x / s), clamped to -Q to Q, and p be fl(x * fl(1/s)). |x| <= m, so |x / s|
+// Ties may lie anywhere, but few values are near one. Let s be within the range of near_reciprocal (where products and quotients that underflow
+// err by 2^-150, which is nothing beside what follows), q be fl(x / s), clamped to -Q to Q, and p be fl(x * fl(1/s)). |x| <= m, so |x / s|
 // is at most Q * (1 + 1.01 * 2^-24). q is within 1.01 * Q * 2^-24 of x / s, and p within 2.01 * Q * 2^-24, so they differ by less than
 // Q * 2^-22. With noise of at most 1/2 added, they are below 2Q, and rounding moves each by at most Q * 2^-23. So the two sums differ by less
 // than Q * 2^-21. If that of p is at least so much nearer than 1/2 to an integer, that of q rounds to the same integer.
@@ -32,6 +33,11 @@ namespace megatron_zpp {
 constexpr float kSmallestReciprocalScale = 0x1p-100f;
 constexpr float kLargestReciprocalScale = 0x1p+100f;
 
+// A factor whose products with the values of a block may be used for quotients where they are sure; 0 if all have to be divided.
+ZPP_HOST_DEVICE float near_reciprocal(float scale) {
+  return scale >= kSmallestReciprocalScale && scale <= kLargestReciprocalScale ? 1.0f / scale : 0.0f;
+}
+
 // A factor f with rint(x * f) == rint(x / scale) for every value x of type T in the block, or 0 if the block has to divide.
 template <class T, int kBits>
 ZPP_HOST_DEVICE float exact_reciprocal(typename ValueFormat<T>::Magnitude largest, float scale) {
@@ -40,14 +46,8 @@ ZPP_HOST_DEVICE float exact_reciprocal(typename ValueFormat<T>::Magnitude larges
   const float maximum = ValueFormat<T>::widened(largest);
   const float code_of_half = static_cast<float>(static_cast<int32_t>(rounded(maximum * 0.5f / scale)));
   const float steer = code_of_half * 2.0f > static_cast<float>(kLargest) ? 1.0f + 0x1p-21f : 1.0f - 0x1p-21f;
-  const bool in_range = scale >= kSmallestReciprocalScale && scale <= kLargestReciprocalScale;
   const bool scale_is_exact = static_cast<double>(scale) * kLargest == static_cast<double>(maximum);
-  return in_range && !scale_is_exact ? 1.0f / scale * steer : 0.0f;
-}
-
-// A factor whose products with the values of a block may be used for quotients where they are sure; 0 if all have to be divided.
-ZPP_HOST_DEVICE float near_reciprocal(float scale) {
-  return scale >= kSmallestReciprocalScale && scale <= kLargestReciprocalScale ? 1.0f / scale : 0.0f;
+  return scale_is_exact ? 0.0f : near_reciprocal(scale) * steer;
 }
 
 // A product with near_reciprocal, plus noise if there is any, is sure if it is no farther than this from the nearest integer.

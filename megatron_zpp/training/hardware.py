@@ -14,8 +14,8 @@ CPU_CODEC = CodecSpeed(
     encode=0.12e-9, decode=0.10e-9, summed=0.13e-9, gaussian_encode=0.40e-9, gaussian_decode=0.28e-9, rotate=0.17e-9, subtract=0.5e-9
 )
 # One H100, blocks of 256, 64 MB of bf16 values, from benchmarks/results/gpu_h100.json: means over 4 and 8 bits, and over 3 and 1 bit of
-# Gaussian codes. A mean of 2 members is decoded and added to fp32. A round of rotation is what it adds to integer codes. On an A100, whose
-# memory has half the rate, all take about twice as long. Estimated: a difference moves 10 bytes per value at the rate of a copy.
+# Gaussian codes. A mean of 2 members is decoded and added to fp32. A round of rotation is what it adds to integer codes.
+# Estimated: a difference moves 10 bytes per value at the rate of a copy.
 GPU_CODEC = CodecSpeed(
     encode=1.1e-12,
     decode=1.1e-12,

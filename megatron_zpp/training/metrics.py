@@ -27,7 +27,10 @@ class StepTimes(NamedTuple):
 
 
 class Stopwatch:
-    """Measures iterations one after the other, each until the next begins, because a device still works on one that the host has ended."""
+    """Measures iterations, each from the end of the one before. A device still works on an iteration that the host has ended.
+
+    So what lies between two iterations counts, for the later one. It may wait for the device, as timers do.
+    """
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -39,7 +42,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the block out of the lap."""
+        """Leaves the block out of the lap, and with it what the device still does meanwhile."""
         began = time.perf_counter()
         try:
             yield

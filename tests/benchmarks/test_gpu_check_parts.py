@@ -29,6 +29,7 @@ from gpu import (
     lost_rank,
     machine,
     nccl,
+    offload,
     one_rank,
     rank_processes,
     resume,
@@ -120,6 +121,16 @@ def test_the_part_machine_says_if_shared_memory_is_too_small_for_the_ranks_of_nc
         machine.run(still(), outcome)
     assert outcome.measured["shared_memory_free_mebibytes"] == free_mebibytes
     assert outcome.omissions == [] if is_enough else "has 64 MiB free, and NCCL may take 816 MiB; mount" in outcome.omissions[0]
+
+
+@pytest.mark.parametrize("part", [training, offload, one_rank], ids=lambda part: part.__name__)
+def test_a_part_that_trains_loads_the_kernels_first_as_a_run_does(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise InterruptedError("loads")
+
+    monkeypatch.setattr(extension, "load", load)
+    with pytest.raises(InterruptedError, match="loads"):
+        run(part)
 
 
 def test_the_part_training_measures_speed_phases_and_memory_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_a_step_waits_for_the_copy_before_its_update_and_gathers_loss_and_stop_r
 
 
 def seconds_of_iterations(flags: list[str]) -> list[float]:
-    """What the reporter is told, when an update takes 1 s, a report 10, a save 100 and a validation 1000."""
+    """What the reporter is told, if an update takes 1 s, a report 10, and a save, a validation, a profile and a skipped iteration 100."""
     from types import SimpleNamespace
 
     from megatron_zpp.training import metrics
@@ -90,16 +90,18 @@ def seconds_of_iterations(flags: list[str]) -> list[float]:
             (1.0, ZeroEngine, "update"),
             (10.0, Reporter, "iteration"),
             (100.0, RunSaver, "save"),
-            (1000.0, Trainer, "_validate"),
+            (100.0, Trainer, "_validate"),
+            (100.0, Trainer, "_profile"),
+            (100.0, Trainer, "_skip_iteration"),
         ):
             patch.setattr(owner, name, taking(seconds, owner, name))
         assert entry(flags) == 0
     return told
 
 
-def test_an_iteration_lasts_until_the_next_one_without_saves_and_validations(ranks: RankPool, tmp_path: Path) -> None:
-    """A report may wait for what the device still does of its iteration, as the timers do."""
-    flags = f"--zero-stage 3 --train-iters 4 --eval-interval 2 --eval-iters 1 --save {tmp_path} --save-interval 2"
+def test_an_iteration_is_timed_from_the_end_of_the_one_before_without_what_else_a_run_does(ranks: RankPool, tmp_path: Path) -> None:
+    """A report belongs to the next iteration, because it may wait for the device, as timers do. Iteration 3 is skipped."""
+    flags = f"--zero-stage 3 --train-iters 5 --eval-interval 2 --eval-iters 1 --save {tmp_path} --save-interval 2 --iterations-to-skip 3"
     assert ranks.run(1, 1, seconds_of_iterations, [*TINY, *flags.split()]) == [[1.0, 11.0, 11.0, 11.0]]
 
 

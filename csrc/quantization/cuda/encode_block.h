@@ -28,8 +28,8 @@ __device__ __forceinline__ void store_held(
   });
 }
 
-// The codes of a chunk: of fp32 values by products where all of these are sure, else by divisions, which take three times as long, and much
-// longer for zeros. 16-bit values are divided: most of them have a factor, and more registers would slow those.
+// The codes of a chunk: of fp32 values by products where all of these are sure, else by divisions, which take longer, and of zeros much longer.
+// 16-bit values are divided: those with noise, and of blocks without a factor. More registers would slow the blocks that have one.
 // noise_of(pair, is_odd): what is added to a quotient.
 template <int kBits, class Chunk, class NoiseOf>
 __device__ __forceinline__ CodeChunk<kBits, Chunk::kNumel> codes_of(const Chunk& values, float scale, NoiseOf noise_of) {

@@ -84,7 +84,7 @@ _PARTS = {
     },
     "docs/architectures.md": {
         "which says 175.0 billion": SOURCE,
-        "a step of 1.0 billion parameters takes": EXAMPLE,
+        "a step of 1.0 billion parameters is": EXAMPLE,
         "are equal within 1e-5 in fp32": AGREED,
         "two thirds of 4 x hidden size": DEFINITION,
         "sqrt(2 x layers)": DEFINITION,

@@ -10,13 +10,11 @@ from typing import Any
 import gpu_host_path
 import gpu_table
 import head_loss
-import kernel_work
 import preprocess
 import quantization
 import reshard
 from figures.figure import Figure
 from figures.results import FOLDER, only, results, spread
-from harness.device_work import Work
 
 MIB, GIB = 2**20, 2**30
 PAGE, LONG, CHANGES = "benchmarks/README.md", "docs/long_sequences.md", "CHANGELOG.md"
@@ -168,10 +166,6 @@ def kernel_count() -> int:
     return len(rows)
 
 
-def kernel_calls() -> list[Work]:
-    return [Work(**one) for one in results("kernel_work")["calls"]]
-
-
 def on_h100(*patterns: str) -> list[float]:
     """Shares of a copy's rate in percent, of the calls on an H100 whose codes and name match a pattern."""
     return [
@@ -202,13 +196,7 @@ def products_of_peak() -> list[float]:
 RECODED = r"INT[48], (decode, mean of \d, encode.*|encode rotated.*|encode .*stochastically)"
 
 FIGURES = (
-    Figure(
-        PAGE,
-        "{}",
-        lambda: [
-            kernel_work.table(kernel_calls(), {(one["codes"], one["op"]): one["share_of_copy"] for one in results("gpu_h100")["kernels"]})
-        ],
-    ),
+    Figure(PAGE, "{}", lambda: [gpu_table.kernel_table(results("gpu_h100"))]),
     Figure(PAGE, "{}", lambda: [gpu_table.run_table(results("gpu_h100"))]),
     Figure(PAGE, "{}", lambda: [gpu_table.variant_table(results("gpu_h100"))]),
     Figure(PAGE, "Products of large square matrices alone reach {:.2f} of them on this GPU.", products_of_peak),
@@ -234,7 +222,7 @@ FIGURES = (
         PAGE, "added to an fp32 sum reaches {:.0f} to {:.0f} % with integers", lambda: spread(on_h100("INT[48], decode, add mean of 2"))
     ),
     Figure(PAGE, "codes after a decode reach {:.0f} to {:.0f} %,", lambda: spread(on_h100(RECODED))),
-    Figure(PAGE, "Gaussian codes {:.0f} to {:.0f} %: their arithmetic", lambda: spread(on_h100("Gaussian.*"))),
+    Figure(PAGE, "Gaussian codes {:.0f} to {:.0f} %: most of them", lambda: spread(on_h100("Gaussian.*"))),
     Figure(
         "docs/recomputation.md",
         "the first reaches {:.0f} % on an H100, and the second {:.0f} %; plain torch reaches {:.0f} % and {:.0f} %.",
@@ -242,17 +230,19 @@ FIGURES = (
     ),
     Figure(
         "docs/architectures.md",
-        "parameters takes {:.1f} ms with cuDNN, and {:.1f} ms with flash",
-        lambda: [steps_on_h100("defaults")[0], steps_on_h100("attention by flash")[0]],
+        "parameters is {:.1f} ms shorter with cuDNN than with flash",
+        lambda: [steps_on_h100("attention by flash")[0] - steps_on_h100("defaults")[0]],
     ),
     Figure(
         "README.md",
-        "memory at most {:.0f} % above the plan; 1.3 billion parameters with an MFU of {:.0f} %",
+        "1.3 billion parameters: an MFU of {:.0f} %, memory at most {:.0f} % above the plan",
         lambda: [
-            math.ceil(most_above_plan()),
             max(100 * one["speed"]["mfu"] for one in results("gpu_h100")["runs"] if one["name"].startswith("1.3B")),
+            math.ceil(most_above_plan()),
         ],
     ),
+    Figure("docs/launching.md", "the context took {:.0f} MiB;", lambda: [results("gpu_h100")["beside_allocator_bytes"] / 2**20]),
+    Figure(PAGE, "Parts of logits reach {:.0f} %.", lambda: on_h100("bf16, parts of logits")),
     Figure(
         PAGE,
         "on {} x {} values in blocks of {}, compiled by nvcc {} for sm_80",

@@ -261,7 +261,7 @@ FIGURES = (
     ),
     Figure(
         PAGE,
-        "On a GPU it takes {:.1f} ps to encode and {:.1f} ps to decode, and {:.2f} ps more with a second round, as on the H100.",
+        "On a GPU it takes {:.1f} ps to encode and {:.1f} ps to decode, both on the H100, and {:.2f} ps more with a second round,",
         lambda: (
             (GPU_CODEC.gaussian_encode + GPU_CODEC.rotate) / PICO,
             (GPU_CODEC.gaussian_decode + GPU_CODEC.rotate) / PICO,

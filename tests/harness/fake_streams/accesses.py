@@ -150,6 +150,7 @@ class Accesses(TorchDispatchMode):
         """Whether a copy between host and device returns when it has ended, as CUDA's do unless told otherwise.
 
         A literal comes from memory of the host that is not pinned: `row[0] = 1.0` copies one, `row[0].fill_(1.0)` does not.
+        What torch.tensor() makes on the device is also copied; it cannot be told from a literal here.
         """
         is_from_host = self.machine.is_on_host(source) or source.untyped_storage() in self._literals
         return not non_blocking and self.machine.is_on_host(target) != is_from_host
