@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
 import signal
@@ -450,7 +451,7 @@ def test_a_folder_has_the_files_that_it_has_for_one_process(tmp_path: Path) -> N
     """Links are followed, also that of the folder itself, and hidden files count."""
     real, elsewhere = make_folder(tmp_path / "real"), make_folder(tmp_path / "elsewhere")
     for path in (real / "b.jsonl", real / ".a.json", real / "more.txt", elsewhere / "c.jsonl.gz", tmp_path / "d.jsonl"):
-        path.touch()
+        path.write_bytes(gzip.compress(b"") if path.suffix == ".gz" else b"")
     (real / "C").symlink_to(elsewhere)
     (real / "d.jsonl").symlink_to(tmp_path / "d.jsonl")
     (tmp_path / "texts").symlink_to(real)
