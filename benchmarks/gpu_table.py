@@ -12,7 +12,7 @@ import json
 import shlex
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,12 @@ from gpu.place import Place  # noqa: E402
 from gpu.script import GIB, Speed  # noqa: E402
 from gpu.training import MICROBATCHES, VARIANTS  # noqa: E402
 from harness.device_work import Work  # noqa: E402
+from report import write  # noqa: E402
 
 COMMANDS = "1", "2", "3", "4"  # of gpu_half_hour.sh
 MEGABYTES = 64  # of the values of the kernels that are kept
 COUNTED = FOLDER / "results" / "kernel_work.json"
 DEFAULTS = "defaults"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run of the training script on one rank."""
-
-    name: str
-    speed: Speed
-    planned_bytes: int
 
 
 def main() -> None:
@@ -51,7 +43,7 @@ def main() -> None:
     print("\n\n".join((run_table(found), variant_table(found), kernel_table(found))))
     if args.output is not None:
         command = shlex.join(["python", "benchmarks/gpu_table.py", *sys.argv[1:]])
-        args.output.write_text(json.dumps({"command": command, **found}, indent=1) + "\n", encoding="utf-8")
+        write(args.output, {"command": command, **found})
 
 
 def kept(checks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -70,7 +62,7 @@ def kept(checks: list[dict[str, Any]]) -> dict[str, Any]:
         "date": checks[0]["date"][:10],
         "sources": checks[0]["sources"],
         "parts": {name: {"status": part["status"], "seconds": part["seconds"]} for name, part in parts.items()},
-        "runs": [asdict(_run(some, records[some.name])) for some in script.RUNS if some.ranks == 1 and not some.is_profiled],
+        "runs": [_run(some, records[some.name]) for some in script.RUNS if some.ranks == 1 and not some.is_profiled],
         "step": _steps(parts["training"]["measured"]),
         "seconds_by_kind": parts["training"]["measured"]["seconds_by_kind"],
         "beside_allocator_bytes": parts["training"]["measured"]["used_bytes"] - parts["training"]["measured"]["reserved_bytes"],
@@ -79,9 +71,10 @@ def kept(checks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _run(some: script.Run, records: list[dict[str, Any]]) -> Run:
+def _run(some: script.Run, records: list[dict[str, Any]]) -> dict[str, Any]:
     words = some.words(Place(torch.device("cuda", 0), is_tiny=False), Path("."))
-    return Run(some.name, Speed.of(records), script.planned_bytes(words, some.ranks, is_on_gpu=True))
+    planned = script.planned_bytes(words, some.ranks, is_on_gpu=True)
+    return {"name": some.name, "speed": asdict(Speed.of(records)), "planned_bytes": planned}
 
 
 def _steps(training: dict[str, Any]) -> list[dict[str, Any]]:
@@ -120,7 +113,8 @@ def kernel_table(found: dict[str, Any]) -> str:
     """What kernel_work.py has counted, and beside it the share of a copy's rate."""
     shares = {(one["codes"], one["op"]): one["share_of_copy"] for one in found["kernels"]}
     calls = [Work(**one) for one in json.loads(COUNTED.read_text(encoding="utf-8"))["calls"]]
-    return kernel_work.table(calls, [("H100: of a copy, %", lambda call: f"{100 * shares[call.codes, call.name]:.0f}")])
+    cells = ["H100: of a copy, %", "---:", *(f"{100 * shares[call.codes, call.name]:.0f}" for call in calls)]
+    return "\n".join(f"{line} {cell} |" for line, cell in zip(kernel_work.table(calls).splitlines(), cells, strict=True))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,22 +41,14 @@ def main() -> None:
     report("kernel_work.py", sys.argv[1:], setting, table(calls), {"calls": [asdict(call) for call in calls]}, args.output)
 
 
-def table(calls: Iterable[Work], columns: Sequence[tuple[str, Callable[[Work], str]]] = ()) -> str:
-    """columns: further ones, by name."""
-    heads = ["codes", "call", "PTX instructions per byte", "of half rate", "sectors / bytes", *(name for name, _ in columns)]
-    lines = ["---" if name in ("codes", "call") else "---:" for name in heads]
-    rows = [
-        [
-            call.codes,
-            call.name,
-            f"{call.instructions / call.nbytes:.1f}",
-            f"{call.half_rate / call.nbytes:.1f}",
-            f"{call.sector_bytes / call.nbytes:.3f}",
-            *(cell(call) for _, cell in columns),
-        ]
-        for call in calls
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, lines, *rows))
+def table(calls: Iterable[Work]) -> str:
+    rows = ["| codes | call | PTX instructions per byte | of half rate | sectors / bytes |", "| --- | --- | ---: | ---: | ---: |"]
+    return "\n".join([*rows, *map(_row, calls)])
+
+
+def _row(call: Work) -> str:
+    counts = f"{call.instructions / call.nbytes:.1f} | {call.half_rate / call.nbytes:.1f}"
+    return f"| {call.codes} | {call.name} | {counts} | {call.sector_bytes / call.nbytes:.3f} |"
 
 
 if __name__ == "__main__":

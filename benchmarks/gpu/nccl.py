@@ -5,14 +5,14 @@ Ranks are processes that run the training script. On a machine with fewer GPUs t
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from gpu.deadline import Deadline
+from gpu.differences import largest_difference
 from gpu.entry_runs import Entry, Finished, run_entries
 from gpu.outcome import Outcome
 from gpu.rank_processes import Sharing
@@ -34,15 +34,11 @@ ZEROPP = f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}"
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of one run. same_as: the run whose losses and gradient norms it must have.
-
-    slack: by how much of themselves they may differ.
-    """
+    """Flags of one run. same_as: the run whose losses and gradient norms it must have."""
 
     name: str
     flags: str
     same_as: str | None = None
-    slack: float = 0.0
 
     @property
     def entry(self) -> Entry:
@@ -73,7 +69,7 @@ RUNS = (
     Run("ZeRO-0, fp32, 4 context ranks on 2 nodes", "--zero-stage 0 --context-parallel-size 4",
         "ZeRO-3, fp32, 4 context ranks on 2 nodes"),
 )  # fmt: skip
-ON_REFERENCE = Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++")
+ON_REFERENCE = (Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++"),)
 # Of losses and norms. On GPUs the loss has other roundings without its kernels, which quantization makes larger: an H100 had 1e-3.
 REFERENCE_SLACK = 0.01
 
@@ -83,25 +79,23 @@ def run(time: Deadline, outcome: Outcome) -> None:
     outcome.measure(backend="nccl" if torch.cuda.is_available() else "gloo")
     found: dict[str, Finished] = {}
     compare_runs(time, outcome, RUNS, sharing, found, {})
-    on_reference = replace(ON_REFERENCE, slack=REFERENCE_SLACK if torch.cuda.is_available() else 0.0)
-    compare_runs(time, outcome, (on_reference,), sharing, found, {REFERENCE_VARIABLE: "1"})
-
-
-def largest_difference(found: list[list[float]], expected: list[list[float]]) -> float:
-    """Of a loss or norm, as a share of what is expected; infinite if there are more or fewer of them, or one is not a number."""
-    if found == expected:
-        return 0.0
-    if len(found) != len(expected):
-        return math.inf
-    pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
-    shares = [abs(one - other) / abs(other) if other else math.inf for one, other in pairs if one != other]
-    return max(math.inf if math.isnan(share) else share for share in shares)
+    slack = REFERENCE_SLACK if torch.cuda.is_available() else 0.0
+    compare_runs(time, outcome, ON_REFERENCE, sharing, found, {REFERENCE_VARIABLE: "1"}, slack)
 
 
 def compare_runs(
-    time: Deadline, outcome: Outcome, runs: Sequence[Run], sharing: Sharing, found: dict[str, Finished], environment: dict[str, str]
+    time: Deadline,
+    outcome: Outcome,
+    runs: Sequence[Run],
+    sharing: Sharing,
+    found: dict[str, Finished],
+    environment: dict[str, str],
+    slack: float = 0.0,
 ) -> None:
-    """Makes the runs in one world, and compares each with those before it. found: by name, the runs so far; it gets the new ones."""
+    """Makes the runs in one world, and compares each with those before it. found: by name, the runs so far; it gets the new ones.
+
+    slack: by how much of themselves losses and norms may differ; with 0 they are compared bit for bit.
+    """
     by_name = {some.name: some for some in runs}
     tried = []
     for finished in run_entries([some.entry for some in runs], RANKS, sharing, time, run_seconds=RUN_SECONDS, environment=environment):
@@ -118,9 +112,12 @@ def compare_runs(
         losses = finished.losses
         outcome.check(f"'{some.name}' trains: loss {losses[0][0]:.4f} to {losses[-1][0]:.4f}", holds=losses[-1][0] < losses[0][0])
         if some.same_as in found:
-            off = largest_difference(losses, found[some.same_as].losses)
-            how = "bit for bit" if some.slack == 0.0 else f"within {some.slack:.0%} (found {off:.1e})"
-            outcome.check(f"'{some.name}' has the losses and gradient norms of '{some.same_as}', {how}", holds=off <= some.slack)
+            expected = found[some.same_as].losses
+            how, holds = "bit for bit", losses == expected
+            if slack:
+                off = largest_difference(chain.from_iterable(losses), chain.from_iterable(expected))
+                how, holds = f"within {slack:.0%} (found {off:.1e})", off <= slack
+            outcome.check(f"'{some.name}' has the losses and gradient norms of '{some.same_as}', {how}", holds=holds)
     for name in by_name:
         if name not in tried:
             outcome.ran_late(f"run '{name}'")

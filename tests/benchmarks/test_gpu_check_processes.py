@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from gpu import entry_runs, lost_rank, nccl, resume, several_gpus, tensor
 from gpu.deadline import Deadline
-from gpu.entry_runs import Entry, run_entries
+from gpu.entry_runs import Entry, Finished, run_entries
 from gpu.outcome import Outcome
 from gpu.rank_processes import ONE_GPU_EACH
 from gpu.training import CPU_SHAPE, FLAGS
@@ -76,9 +77,15 @@ def test_a_run_that_the_flags_forbid_is_a_failure_with_its_message() -> None:
     assert any("--no-such-flag" in line for line in found.errors) and entry_runs.PROGRAM.endswith("rank_program.py")
 
 
-def test_losses_differ_by_the_largest_share_of_what_is_expected() -> None:
-    expected = [[4.0, 1.0], [2.0, 0.5]]
-    assert nccl.largest_difference(expected, expected) == 0.0
-    assert nccl.largest_difference([[4.0, 1.0], [2.0, 0.4]], expected) == pytest.approx(0.2)
-    for wrong in ([[4.0, 1.0]], [[4.0, 1.0], [math.nan, 0.5]]):
-        assert nccl.largest_difference(wrong, expected) == math.inf
+@pytest.mark.parametrize("norm, slack, failures", [(1.0, 0.0, 0), (1.001, 0.0, 1), (1.001, 0.01, 0), (1.02, 0.01, 1), (math.nan, 0.01, 1)])
+def test_losses_and_norms_are_compared_bit_for_bit_unless_there_is_slack(
+    norm: float, slack: float, failures: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finished(entries: list[Entry], *_: object, **__: object) -> Iterator[Finished]:
+        for entry, last in zip(entries, (1.0, norm), strict=True):
+            yield Finished(entry, [{"lm_loss": 4.0, "grad_norm": 1.0}, {"lm_loss": 2.0, "grad_norm": last}], [])
+
+    monkeypatch.setattr(nccl, "run_entries", finished)
+    runs = (nccl.Run("one", ""), nccl.Run("other", "", "one"))
+    nccl.compare_runs(Deadline(300.0), outcome, runs, ONE_GPU_EACH, {}, {}, slack)
+    assert len(outcome.failures) == failures

@@ -119,7 +119,8 @@ class Source:
         if offset == 0:
             first = next(blocks, b"")
             refuse_other_format(self.path, first[:HEAD_BYTES], is_compressed=self.is_compressed)
-            yield from (first,) if first else ()
+            if first:
+                yield first
         yield from blocks
 
     def _blocks(self, offset: int) -> Iterator[bytes]:
