@@ -42,18 +42,18 @@ def main(argv: list[str]) -> int:
     if asks_for_help(argv):
         RankPrinter(launch.rank, launch.world_size).on_first(help_text())
         return 0
-    config, mistake = Config(), None
+    config, given, mistake = Config(), Config(), None
     try:
-        config = with_checkpoint_args(parse_flags(argv))
-        if config.plan.dry_run:
-            return show_plan(config, launch)
-        config = resolve(config, launch.world_size, launch.local_world_size)
+        given = with_checkpoint_args(parse_flags(argv))
+        if given.plan.dry_run:
+            return show_plan(given, launch)
+        config = resolve(given, launch.world_size, launch.local_world_size)
     except FlagError as error:
         mistake = str(error)
     if mistake is not None and (launch.world_size == 1 or "--dry-run" in argv):
         return refuse(mistake, launch.rank)
     with LauncherWatch(launch.rank, is_launched=is_launched(os.environ)) as watch:
-        return run_in_world(config, launch, mistake, watch)
+        return run_in_world(config, given, launch, mistake, watch)
 
 
 def show_plan(config: Config, launch: Launch) -> int:
@@ -68,8 +68,11 @@ def show_plan(config: Config, launch: Launch) -> int:
     return 0
 
 
-def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: LauncherWatch) -> int:
-    """Runs the training and returns the exit code. mistake: error text of this rank's flags, on which all ranks agree first."""
+def run_in_world(config: Config, given: Config, launch: Launch, mistake: str | None, watch: LauncherWatch) -> int:
+    """Runs the training and returns the exit code. given: the configuration before `resolve`.
+
+    mistake: error text of this rank's flags, on which all ranks agree first.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints the stack of every request to a store that is lost
     from megatron_zpp.parallel.initialize import RankLost, StartupError, World, choose_device  # torch is imported from here on
     from megatron_zpp.parallel.open_files import allow_open_files
@@ -88,7 +91,7 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: Lau
     world.release = watch.release = save_lock.release
     try:
         world.agree_on_errors(mistake)
-        train(config, launch, world, save_lock)
+        train(config, given, launch, world, save_lock)
         save_lock.release()
         exit_code = 0
     except StartupError as error:
@@ -103,10 +106,11 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: Lau
     return exit_code
 
 
-def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> None:
+def train(config: Config, given: Config, launch: Launch, world: World, save_lock: SaveLock) -> None:
     """The run: checks, model, data, engine, training. Raises StartupError on every rank for a mistake of the user."""
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start, startup_checks
+    from megatron_zpp.training.earlier_data import data_notices, reading_of_run, with_reading
     from megatron_zpp.training.host_threads import share_cores
     from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.kept_rules import with_kept_rules
@@ -136,6 +140,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     with world.agreement("preparing data", printer.on_first):
         check_kill_switch(config.training, launch.rank)
         startup_checks.check_backends(config, world.device)
+        config = start.with_earlier_samples(config, given, source.stored, launch)
         config, about_rules = with_kept_rules(with_schedule(config, source.stored), source.stored)
         vocabulary = setup.build_vocabulary(config)
         model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder)
@@ -158,8 +163,11 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         with world.agreement():
             progress = start.load_progress(config, engine, source)
             config = start.with_remaining_batches(config, progress, ladder.grid.sample_groups)
-        if world.rank == 0:  # it lists the folder of checkpoints, which all ranks share
-            printer.on_first(start.describe_start(config, source, progress))
+        here = reading_of_run(config, vocabulary, datasets, progress.consumed_samples)
+        if world.rank == 0:  # it lists the folder of checkpoints, which all ranks share, and reads the indices of corpora
+            about_data = [] if source.stored is None else data_notices(config, source.stored, here, datasets)
+            printer.on_first(start.describe_start(config, source, progress, about_data))
+        progress = with_reading(progress, here)
         source.close()
         Trainer(config, model, engine, datasets, writers, progress).run()
     engine.close()

@@ -96,7 +96,7 @@ CHECKPOINTS = Page(
     "[Checkpoints](../checkpoints.md) describes the files, [importing](../importing.md) the commands.",
     (
         "checkpoint/engine_state.py:share_of",
-        "checkpoint/engine_state.py:RunState",
+        "checkpoint/progress.py:Progress",
         "checkpoint/engine_state.py:manifest_of",
         "checkpoint/saver.py:CheckpointSaver",
         "checkpoint/saver.py:SaveOptions",

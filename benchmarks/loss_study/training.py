@@ -110,7 +110,7 @@ class _Rank:
     def __init__(self, setting: Setting, config: Config, text: Text, backend: VirtualBackend) -> None:
         self._config = config
         self._text = text
-        self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
+        self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.sample_lengths)
         self._rate_factor = setting.rate_factor * (1.0 + setting.perturbation)
         self._samples = config.training.global_batch_size
         self._rank, self._ranks = backend.rank, backend.grid.world_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,28 +12,13 @@ import torch
 from megatron_zpp import __version__
 from megatron_zpp.checkpoint.contents import check_moments
 from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import Share
 from megatron_zpp.checkpoint.shard_file import ELEMENT_TYPES
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.pieces import owned_pieces, parameters, resting_pieces
 from megatron_zpp.zero.states import KEPT_WEIGHT, MOMENTS, WEIGHT
-
-
-@dataclass(frozen=True)
-class RunState:
-    """What goes into the manifest apart from the engine's own state.
-
-    iteration: the steps done. consumed_samples: of all steps. scheduled_samples: of those that were not skipped; learning rate and weight
-    decay follow them. flags: the resolved configuration by group, and the padded vocabulary.
-    ordered_samples: samples of the training data that the run put in order; 0 if that is not known.
-    """
-
-    iteration: int
-    consumed_samples: int
-    scheduled_samples: int
-    flags: Mapping[str, Any]
-    ordered_samples: int = 0
 
 
 def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
@@ -45,25 +30,29 @@ def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
     return Share(engine.rank, engine.world_size, pieces)
 
 
-def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> Manifest:
-    """The manifest of the engine's current state, without files and pieces."""
+def manifest_of(engine: ZeroEngine, progress: Progress, flags: Mapping[str, Any], *, with_moments: bool) -> Manifest:
+    """The manifest of the engine's current state, without files and pieces.
+
+    flags: the resolved configuration by group, and the padded vocabulary.
+    """
     engine.finish_updates()
     grid = engine.ladder.grid
     states = dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE)
     if with_moments and engine.keeps_copies:
         states[KEPT_WEIGHT] = ELEMENT_TYPES[engine.dtype]
     return Manifest(
-        iteration=state.iteration,
-        consumed_samples=state.consumed_samples,
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
         shapes={param.spec.name: param.spec.whole_shape for param in parameters(engine)},
         states=states,
         run={
-            "scheduled_samples": state.scheduled_samples,
-            "ordered_samples": state.ordered_samples,
+            "scheduled_samples": progress.scheduled_samples,
+            "ordered_samples": progress.ordered_samples,
+            **_what_was_read(progress),
             "optimizer_steps": engine.optimizer.steps,
             "loss_scaler": engine.loss_scaler.state(),
         },
-        flags=state.flags,
+        flags=flags,
         topology={
             "world_size": grid.world_size,
             "ranks_per_node": grid.ranks_per_node,
@@ -72,6 +61,17 @@ def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> M
         },
         versions=versions(),
     )
+
+
+def _what_was_read(progress: Progress) -> dict[str, Any]:
+    """Tokens and data of the run; empty if the readings are not known, because a reader then derives the tokens from the flags."""
+    if not progress.readings:
+        return {}
+    return {
+        "consumed_tokens": progress.consumed_tokens,
+        "scheduled_tokens": progress.scheduled_tokens,
+        "readings": [asdict(reading) for reading in progress.readings],
+    }
 
 
 def versions() -> dict[str, str]:

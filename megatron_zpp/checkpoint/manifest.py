@@ -16,6 +16,7 @@ from typing import Any
 from megatron_zpp.config.flag import LARGEST_COUNT
 from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.schema import GROUPS
+from megatron_zpp.data.reading import readings_of
 from megatron_zpp.parallel.stripes import Columns, column_numel, columns_of
 
 FORMAT = "megatron_zpp checkpoint"
@@ -28,6 +29,7 @@ ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # by element type; the names ar
 CHUNK_BYTES = 1 << 20
 MARKER_BYTES, MANIFEST_BYTES = 1 << 16, 1 << 32  # limits; the manifest of 10,000 ranks with 1,000 pieces each has about 2 GB
 COUNTS_OF_RUN = ("scheduled_samples", "optimizer_steps")
+COUNTS_WITH_READINGS = ("consumed_tokens", "scheduled_tokens")
 ITERATION_NAME = r"iter_(?P<iteration>\d{7,})"  # the name of an iteration's folder, as a pattern
 DYNAMIC_SCALE = ("scale", "patience")  # belong to a loss scale that counts its good steps
 FILE_KEYS = frozenset({"name", "nbytes", "header_bytes", "checksums"})
@@ -203,6 +205,10 @@ def _run_state(found: Members) -> Mapping[str, Any]:
         found.count(key)
     if "ordered_samples" in found:
         found.count("ordered_samples")
+    if "readings" in found:
+        readings_of(found)
+        for key in COUNTS_WITH_READINGS:
+            found.count(key)
     scaler = found.members("loss_scaler")
     for key in (*scaler.values, *(DYNAMIC_SCALE if "good_steps" in scaler else ())):
         scaler.number(key)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_zpp.config.flag import LARGEST_COUNT, LARGEST_TOKENS, FlagError
+from megatron_zpp.config.sample_lengths import SampleLengths
 from megatron_zpp.config.schema import Config, OptimizerConfig, TrainingConfig
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -91,9 +92,9 @@ class BatchSchedule:
         return rounded if self.may_decrease and rounded > 0 else stage.asked_size
 
 
-def batch_schedule(training: TrainingConfig, seq_length: int) -> BatchSchedule:
+def batch_schedule(training: TrainingConfig, lengths: SampleLengths) -> BatchSchedule:
     """The sizes that the flags of a resolved configuration ask for, in any world. Raises FlagError for an unusable flag."""
-    return BatchSchedule(tuple(_stages(training, training.global_batch_size, seq_length)))
+    return BatchSchedule(tuple(_stages(training, training.global_batch_size, lengths)))
 
 
 def running_schedule(config: Config, sample_groups: int) -> BatchSchedule:
@@ -103,13 +104,13 @@ def running_schedule(config: Config, sample_groups: int) -> BatchSchedule:
     """
     training = config.training
     grain = (training.micro_batch_size or 1) * sample_groups
-    stages = tuple(_stages(training, training.global_batch_size or grain, config.model.seq_length))
+    stages = tuple(_stages(training, training.global_batch_size or grain, config.sample_lengths))
     return BatchSchedule(stages, grain, training.decrease_batch_size_if_needed)
 
 
-def _stages(training: TrainingConfig, full_size: int, seq_length: int) -> Iterator[BatchStage]:
+def _stages(training: TrainingConfig, full_size: int, lengths: SampleLengths) -> Iterator[BatchStage]:
     if training.step_batch_size_schedule is not None:
-        return read_steps(training.step_batch_size_schedule, seq_length)
+        return read_steps(training.step_batch_size_schedule, lengths)
     if training.rampup_batch_size:
         return _ramp(read_ramp(training.rampup_batch_size), full_size)
     return iter([BatchStage(0, full_size)])
@@ -117,28 +118,35 @@ def _stages(training: TrainingConfig, full_size: int, seq_length: int) -> Iterat
 
 @dataclass(frozen=True)
 class Horizons:
-    """Lengths of the schedules of learning rate and weight decay, in samples from the start of training.
+    """Lengths of the schedule of the learning rate, in samples from the start of training.
 
     warmup_samples: to the end of the warmup; as a fraction of the decay it may not be whole. decay_samples: to the end of the decay.
     annealing_samples: the length of WSD's annealing, which is the last part of the decay.
+    tokens_per_sample: if the decay's length is given in tokens, all lengths count samples of this many tokens, also where samples had
+    other lengths; None if they count samples of any length.
     """
 
     warmup_samples: float
     decay_samples: int
     annealing_samples: int
+    tokens_per_sample: int | None = None
 
 
-def horizons(optimizer: OptimizerConfig, training: TrainingConfig, batches: BatchSchedule) -> Horizons:
+def horizons(optimizer: OptimizerConfig, training: TrainingConfig, lengths: SampleLengths) -> Horizons:
     """The horizons of a resolved configuration, the same in every world.
 
     Iterations are converted to samples by the batch sizes that the flags ask for; those of WSD's annealing by the last size.
     """
-    decay = _samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters, batches)
-    if optimizer.lr_warmup_fraction is not None:
-        warmup: float = optimizer.lr_warmup_fraction * decay
-    else:
-        warmup = optimizer.lr_warmup_samples + batches.as_asked.samples_after(optimizer.lr_warmup_iters)
-    return Horizons(warmup, decay, _annealing_samples(optimizer, training))
+    batches, annealing = batch_schedule(training, lengths), _annealing_samples(optimizer, training)
+    warmup_tokens, fraction = optimizer.lr_warmup_tokens, optimizer.lr_warmup_fraction
+    warmup = lengths.samples_for(warmup_tokens) if warmup_tokens else optimizer.lr_warmup_samples
+    warmup += batches.samples_after(optimizer.lr_warmup_iters)
+    if optimizer.lr_decay_tokens is None:
+        decay = _samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters, batches)
+        return Horizons(warmup if fraction is None else fraction * decay, decay, annealing)
+    decay = lengths.present_samples(optimizer.lr_decay_tokens)
+    warmup = lengths.present_samples(warmup_tokens or lengths.tokens_in(warmup))
+    return Horizons(warmup if fraction is None else fraction * decay, decay, annealing, lengths.seq_length)
 
 
 def length_in_samples(training: TrainingConfig, batches: BatchSchedule) -> int:
@@ -202,10 +210,10 @@ def _ramp(ramp: Ramp, full_size: int) -> Iterator[BatchStage]:
         yield BatchStage(-(-step * ramp.samples // max(1, steps)), ramp.start_size + step * ramp.increment)
 
 
-def read_steps(text: str, seq_length: int) -> Iterator[BatchStage]:
+def read_steps(text: str, lengths: SampleLengths) -> Iterator[BatchStage]:
     """The stages of `tokens:size tokens:size ...`. A threshold is rounded down to whole samples. Raises FlagError for other texts."""
     spelled = f'--step-batch-size-schedule "{text}"'
-    stages = sorted(_step(pair, spelled, seq_length) for pair in text.replace(",", " ").split())
+    stages = sorted(_step(pair, spelled, lengths) for pair in text.replace(",", " ").split())
     if not stages or stages[0].start != 0:
         raise FlagError(f"{spelled} has no batch size for the start of the run; {STEPS_EXAMPLE}, the first from 0 tokens on.")
     for before, after in pairwise(stages):
@@ -214,10 +222,10 @@ def read_steps(text: str, seq_length: int) -> Iterator[BatchStage]:
     yield from stages
 
 
-def _step(pair: str, spelled: str, seq_length: int) -> BatchStage:
+def _step(pair: str, spelled: str, lengths: SampleLengths) -> BatchStage:
     threshold, _, size = pair.partition(":")
     try:
-        stage = BatchStage(_count_in(threshold) // seq_length, _count_in(size))
+        stage = BatchStage(lengths.samples_within(_count_in(threshold)), _count_in(size))
     except (ArithmeticError, ValueError):
         raise FlagError(f"{spelled} has the pair {pair}; {STEPS_EXAMPLE}.") from None
     if stage.start < 0 or stage.asked_size < 1:

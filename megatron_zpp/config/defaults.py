@@ -197,15 +197,20 @@ def _batch_values(config: Config, batches: BatchSchedule) -> dict[str, Any]:
 
 def _values_of_tokens(config: Config) -> dict[str, Any]:
     """Lengths that are given in tokens, converted to samples."""
-    training, optimizer, seq_length = config.training, config.optimizer, config.model.seq_length
+    training, optimizer, lengths = config.training, config.optimizer, config.sample_lengths
     values: dict[str, Any] = {}
+    decay_tokens = optimizer.lr_decay_tokens
     if training.train_tokens is not None and training.train_iters is None:
-        samples = -(-training.train_tokens // seq_length)
-        values["train_samples"] = min(samples, _or(training.train_samples, samples))
-    if optimizer.lr_decay_tokens is not None:
-        values["lr_decay_samples"] = -(-optimizer.lr_decay_tokens // seq_length)
+        samples = lengths.samples_for(training.train_tokens)
+        if training.train_samples is not None and training.train_samples < samples:
+            values["train_tokens"] = None
+        else:
+            values["train_samples"] = samples
+            decay_tokens = _or(decay_tokens, training.train_tokens) if optimizer.lr_decay_samples is None else None
+    if decay_tokens is not None:
+        values |= {"lr_decay_tokens": decay_tokens, "lr_decay_samples": lengths.samples_for(decay_tokens)}
     if optimizer.lr_warmup_tokens:
-        values["lr_warmup_samples"] = -(-optimizer.lr_warmup_tokens // seq_length)
+        values["lr_warmup_samples"] = lengths.samples_for(optimizer.lr_warmup_tokens)
     return values
 
 
@@ -225,7 +230,7 @@ def _shorter_length(config: Config, batches: BatchSchedule) -> dict[str, Any]:
     training = config.training
     if training.train_tokens is None:
         return {}
-    within = batches.iterations_within(-(-training.train_tokens // config.model.seq_length))
+    within = batches.iterations_within(config.sample_lengths.samples_for(training.train_tokens))
     if within == 0:
         raise FlagError(
             f"--train-tokens {training.train_tokens} is less than one global batch; leave it out, --train-iters says the length."

@@ -133,7 +133,7 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
     return config.with_notices(
         *rules_model.surprising_defaults(config),
         *declared_without_effect(config),
-        *rules_schedule.surprising_schedules(config, batches),
+        *rules_schedule.surprising_schedules(config),
         *rules_zero.missing_links(config, ranks, given.zero.zero_hpz_partition_size),
         *rules_tensor.needless_division(config),
         *rules_tensor.surprising_costs(config, ranks, batches),

@@ -30,7 +30,7 @@ def check_resolved(config: Config, batches: BatchSchedule, sample_groups: int) -
     """Raises FlagError for the first rule that the filled-in values break. batches: of the run of `sample_groups` groups."""
     check_total_samples(config, batches)
     check_learning_rates(config)
-    check_warmup_ends_before_decay(config, batches)
+    check_warmup_ends_before_decay(config)
     check_validation_sets(config)
     check_batches_of_new_run(config, batches)
     check_evaluation_batch(config, sample_groups)
@@ -90,7 +90,7 @@ def check_batch_flags(config: Config) -> None:
         steps = f'--step-batch-size-schedule "{training.step_batch_size_schedule}"'
         if training.rampup_batch_size:
             raise FlagError(f"{steps} and --rampup-batch-size {' '.join(training.rampup_batch_size)} exclude each other; give one of them.")
-        last_size = list(read_steps(training.step_batch_size_schedule, config.model.seq_length))[-1].asked_size
+        last_size = list(read_steps(training.step_batch_size_schedule, config.sample_lengths))[-1].asked_size
         if training.global_batch_size not in (None, last_size):
             raise FlagError(f"{steps} ends with another size than --global-batch-size {training.global_batch_size}; leave that out.")
     elif training.rampup_batch_size and training.global_batch_size is None:
@@ -149,10 +149,10 @@ def check_learning_rates(config: Config) -> None:
             raise FlagError(f"{spelling_of(name)} {value} is above --lr {lr}; choose at most {lr}.")
 
 
-def check_warmup_ends_before_decay(config: Config, batches: BatchSchedule) -> None:
+def check_warmup_ends_before_decay(config: Config) -> None:
     """The first error counts in the unit of the flags, the others in samples."""
     optimizer = config.optimizer
-    ends = horizons(optimizer, config.training, batches)
+    ends = horizons(optimizer, config.training, config.sample_lengths)
     unit = "iters" if config.training.train_samples is None else "samples"
     is_mixed = unit == "iters" and (optimizer.lr_decay_tokens is not None or optimizer.lr_warmup_tokens > 0)
     warmup, decay = config.value_of(f"lr_warmup_{unit}"), config.value_of(f"lr_decay_{unit}")
@@ -238,11 +238,11 @@ def check_evaluation_batch(config: Config, sample_groups: int) -> None:
         )
 
 
-def surprising_schedules(config: Config, batches: BatchSchedule) -> Iterator[str]:
+def surprising_schedules(config: Config) -> Iterator[str]:
     """One line for each combination of flags that is allowed and does what few users want."""
     if config.training.skip_train and config.checkpoint.load is None:
         yield "--skip-train without --load evaluates the initial weights"
-    ends = horizons(config.optimizer, config.training, batches)
+    ends = horizons(config.optimizer, config.training, config.sample_lengths)
     if config.optimizer.lr_decay_style == "inverse-square-root" and ends.warmup_samples == 0:
         yield "--lr-decay-style inverse-square-root without a warmup falls as 1 / sqrt(samples) from the first sample on"
 

@@ -22,6 +22,7 @@ from megatron_zpp.config.groups.precision import PrecisionConfig
 from megatron_zpp.config.groups.profiling import ProfilingConfig
 from megatron_zpp.config.groups.training import TrainingConfig
 from megatron_zpp.config.groups.zero import ZeroConfig
+from megatron_zpp.config.sample_lengths import SampleLengths
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Config:
     """All flags in their groups, with notices and assumptions about them.
 
     given: names of the fields that the user set. implied: those of them that --zeropp set. notices: lines to print. assumptions: what the
-    run assumes, one line each. sources: where the value of a field comes from, if not from the flag of its name.
+    run assumes, one line each. sources: where the value of a field comes from, if not from the flag of its name. earlier_samples: those
+    that a run that goes on has consumed, see SampleLengths.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -48,6 +50,12 @@ class Config:
     assumptions: tuple[str, ...] = ()
     implied: frozenset[str] = field(default=frozenset(), compare=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    earlier_samples: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sample_lengths(self) -> SampleLengths:
+        """Tokens of each sample of the run."""
+        return SampleLengths(self.model.seq_length, self.earlier_samples)
 
     def with_values(self, **values: Any) -> Config:
         """The same configuration with these fields replaced. Field names are unique among groups."""

@@ -85,8 +85,8 @@ def blended_dataset(
     if cached.message is not None:
         messages.append(cached.message)
     datasets = []
-    for corpus, least, drawn in zip(corpora, plan.least_samples, cached.indices.drawn.tolist(), strict=True):
+    for corpus, share, least, drawn in zip(corpora, plan.weights, plan.least_samples, cached.indices.drawn.tolist(), strict=True):
         # If one epoch is enough, the corpus is cut into exactly one epoch.
         needed = 0 if least == 0 and drawn <= corpus.samples_per_epoch(split_name) else max(least, drawn)
-        datasets.append(corpus.dataset(split_name, needed, progress, messages))
+        datasets.append(corpus.dataset(split_name, needed, progress, messages, share))
     return BlendedDataset(datasets, cached.indices)

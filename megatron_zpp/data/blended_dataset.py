@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_zpp.data.gpt_dataset import GPTDataset, Sample, SampleSource
+from megatron_zpp.data.gpt_dataset import GPTDataset, Sample, SampleSource, TokenPlaces
 from megatron_zpp.data.index_builders import deal_samples
+from megatron_zpp.data.reading import CorpusOrder
 from megatron_zpp.data.stored_array import Rows
 
 
@@ -48,6 +49,13 @@ class BlendedDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in a blend of {len(self.datasets)} datasets")
         return self.datasets[int(self.indices.dataset[index])][int(self.indices.dataset_sample[index])]
+
+    def places_of(self, index: int) -> TokenPlaces:
+        """Where the tokens of sample `index` are, without the last label."""
+        return self.datasets[int(self.indices.dataset[index])].places_of(int(self.indices.dataset_sample[index]))
+
+    def orders(self) -> tuple[CorpusOrder, ...]:
+        return tuple(dataset.order for dataset in self.datasets)
 
     def count_by_source(self, start: int, stop: int) -> Counter[str]:
         """How many of samples [start, stop) come from each corpus, by its prefix."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from megatron_zpp.data.build_once import ProgressPrinter
+from megatron_zpp.data.epochs import plan_epochs
 from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices, needed_bytes, plan_epochs
+from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices, needed_bytes
 from megatron_zpp.data.index_cache import CachedIndices, IndexCache
 from megatron_zpp.data.index_room import check_room
-from megatron_zpp.data.indexed_dataset import chunks_of
+from megatron_zpp.data.reading import CorpusOrder
 from megatron_zpp.data.split_corpora import SPLIT_WORDS, SplitCorpus
 
 
@@ -41,15 +41,30 @@ class Corpus(SplitCorpus):
         super().__init__(prefix, split, order.seq_length)
         self.order = order
 
-    def dataset(self, split_name: str, sample_count: int, progress: ProgressPrinter, messages: list[str]) -> GPTDataset:
-        """At least sample_count samples of a split that has tokens; 0 means one pass over the split.
+    def dataset(self, split_name: str, sample_count: int, progress: ProgressPrinter, messages: list[str], share: float = 1.0) -> GPTDataset:
+        """At least sample_count samples of a split that has tokens; 0 means one pass over the split. share: of the corpus in its blend.
 
         Appends to `messages` what a user should know.
         """
         cached = self._cached_indices(split_name, sample_count, progress)
         if cached.message is not None:
             messages.append(cached.message)
-        return GPTDataset(self.source, cached.indices)
+        return GPTDataset(self.source, cached.indices, self._order_of(split_name, sample_count, share))
+
+    def _order_of(self, split_name: str, sample_count: int, share: float) -> CorpusOrder:
+        documents = self.documents[split_name]
+        return CorpusOrder(
+            Path(self.prefix).name,
+            self._lengths_digest,
+            len(self.source),
+            documents.start,
+            documents.stop,
+            self.token_count(split_name),
+            sample_count,
+            self.order.seq_length,
+            self.order.seed,
+            share,
+        )
 
     def _cached_indices(self, split_name: str, sample_count: int, progress: ProgressPrinter) -> CachedIndices[GPTIndices]:
         documents, order = self.documents[split_name], self.order
@@ -78,7 +93,4 @@ class Corpus(SplitCorpus):
 
     @cached_property
     def _lengths_digest(self) -> str:
-        digest = hashlib.sha256()
-        for lengths in chunks_of(self.source.lengths):
-            digest.update(lengths.data)
-        return digest.hexdigest()
+        return self.source.lengths_digest(len(self.source))

@@ -15,6 +15,7 @@ from megatron_zpp.data.corpus import Corpus, SampleOrder, folder_of
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import ChainedDataset, MockDataset, SampleSource
 from megatron_zpp.data.indexed_dataset import CHECKED_DOCUMENTS, IndexedDataset
+from megatron_zpp.data.reading import CorpusOrder
 from megatron_zpp.data.repetition import repetition
 from megatron_zpp.data.split_corpora import SPLIT_WORDS, SplitCorpora
 
@@ -48,6 +49,7 @@ class Datasets(NamedTuple):
     valid: Mapping[str, SampleSource]  # by name; a single set without a name has the key ""
     test: SampleSource | None
     sources: tuple[IndexedDataset, ...]  # all corpora, each once; empty for mock data
+    orders: Mapping[str, tuple[CorpusOrder, ...]]  # of the samples of each split
     rules: DocumentRules
     messages: tuple[str, ...]  # for one rank to print
 
@@ -86,7 +88,7 @@ def _mock_datasets(request: DataRequest, rules: DocumentRules) -> Datasets:
         MockDataset(seed=request.seed, stream=stream, seq_length=request.seq_length, vocab_size=request.vocab_size, sample_count=count)
         for stream, count in enumerate(request.sample_counts)
     )
-    return Datasets(train, {"": valid}, test, (), rules, ())
+    return Datasets(train, {"": valid}, test, (), {}, rules, ())
 
 
 def _names_of(prefixes: tuple[str, ...]) -> tuple[str, ...]:
@@ -133,7 +135,9 @@ class CorpusSet:
         sources = tuple(corpus.source for corpus in self._corpora.by_prefix.values())
         self._messages += [message for source in sources if (message := _missing_ends_warning(source, rules)) is not None]
         lines = repetition(used, request.read_samples or counts.train, request.seq_length)
-        return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys([*self._messages, *lines])))
+        datasets = {"train": [train], "valid": list(valid.values()), "test": [test] if test is not None else []}
+        orders = {split: tuple(order for dataset in found for order in dataset.orders()) for split, found in datasets.items()}
+        return Datasets(train, valid, test, sources, orders, rules, tuple(dict.fromkeys([*self._messages, *lines])))
 
     def _validation_sets(self, sample_count: int, *, on_all: bool) -> dict[str, SampleSource]:
         """The validation sets by name, without empty ones; with on_all, without those shorter than a sample. sample_count: of each set."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol, TypedDict
+from typing import NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
 from megatron_zpp.data.gpt_indices import GPTIndices
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.reading import CorpusOrder
 
 
 class Sample(TypedDict):
@@ -26,6 +27,16 @@ class SampleSource(Protocol):
 
     def __getitem__(self, index: int) -> Sample: ...
 
+    def orders(self) -> tuple[CorpusOrder, ...]: ...
+
+
+class TokenPlaces(NamedTuple):
+    """Tokens of a corpus by their documents and their offsets in them."""
+
+    source: IndexedDataset
+    documents: np.ndarray  # [tokens] int32
+    offsets: np.ndarray  # [tokens] int64
+
 
 def sample_from(stream: np.ndarray) -> Sample:
     """The sample from seq_length + 1 consecutive tokens. Labels are the inputs shifted by one; every position counts in the loss."""
@@ -37,11 +48,13 @@ class GPTDataset:
     """The samples of one corpus; len() is their number, and dataset[i] is sample i.
 
     Sample i has the seq_length + 1 tokens from the start of sample shuffle[i] up to the first token of the sample after it.
+    order: what the indices were made from.
     """
 
-    def __init__(self, source: IndexedDataset, indices: GPTIndices) -> None:
+    def __init__(self, source: IndexedDataset, indices: GPTIndices, order: CorpusOrder) -> None:
         self.source = source
         self.indices = indices
+        self.order = order
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)
@@ -54,6 +67,20 @@ class GPTDataset:
     def _stream(self, sample: int) -> np.ndarray:
         (first, first_offset), (last, last_offset) = self.indices.sample[sample : sample + 2].tolist()
         return self.source.read_in_turn(self.indices.document[first : last + 1].tolist(), first_offset, last_offset + 1)
+
+    def places_of(self, index: int) -> TokenPlaces:
+        """Where the tokens of sample `index` are, without the last label."""
+        sample = int(self.indices.shuffle[index])
+        (first, begin), (last, end) = self.indices.sample[sample : sample + 2].tolist()
+        documents = self.indices.document[first : last + 1]
+        stops = [*(int(self.source.lengths[document]) for document in documents[:-1].tolist()), end]
+        starts = [begin, *([0] * (len(documents) - 1))]
+        offsets = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
+        return TokenPlaces(self.source, np.repeat(documents, [len(part) for part in offsets]), np.concatenate(offsets))
+
+    def orders(self) -> tuple[CorpusOrder, ...]:
+        """What decides the order of the samples: one for each corpus."""
+        return (self.order,)
 
 
 # A model learns few ids quickly, whatever the size of the vocabulary.
@@ -83,6 +110,9 @@ class MockDataset:
         positions = np.arange(self.seq_length + 1, dtype=np.int64)
         return sample_from((start + positions * (1 + step % MAX_STEP)) % self.distinct_tokens)
 
+    def orders(self) -> tuple[CorpusOrder, ...]:
+        return ()
+
 
 class ChainedDataset:
     """All samples of the first dataset, then all of the second, and so on."""
@@ -99,3 +129,6 @@ class ChainedDataset:
             raise IndexError(f"sample {index} of {len(self)} in a chain of {len(self.datasets)} datasets")
         position = bisect_right(self._ends, index)
         return self.datasets[position][index - (self._ends[position - 1] if position > 0 else 0)]
+
+    def orders(self) -> tuple[CorpusOrder, ...]:
+        return tuple(order for dataset in self.datasets for order in dataset.orders())

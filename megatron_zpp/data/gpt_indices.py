@@ -13,12 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_zpp.data.epochs import Epochs, plan_epochs
 from megatron_zpp.data.index_builders import cut_samples
 from megatron_zpp.data.stored_array import Rows
-
-# Megatron's threshold: if a smaller part of the last epoch is needed, it is shuffled separately, so that its samples are not mixed into the
-# other epochs.
-SEPARATE_FINAL_EPOCH_BELOW = 0.80
 
 
 class GPTIndices(NamedTuple):
@@ -27,22 +24,6 @@ class GPTIndices(NamedTuple):
     document: Rows  # [epochs * documents] int32
     sample: Rows  # [samples + 1, 2] int32, or int64 if values are too large
     shuffle: Rows  # [samples] uint32, or int64 if values are too large
-
-
-class Epochs(NamedTuple):
-    repeats: int
-    sample_count: int  # in all epochs together
-    shuffled_apart_from: int | None  # first sample of the last epoch if that is shuffled separately
-
-
-def plan_epochs(tokens_per_epoch: int, *, sample_count: int, seq_length: int) -> Epochs:
-    """How often the tokens must be repeated for sample_count samples of seq_length tokens plus one last token."""
-    repeats = max(1, -(-(sample_count * seq_length + 1) // tokens_per_epoch))
-    total = (repeats * tokens_per_epoch - 1) // seq_length
-    before_final = ((repeats - 1) * tokens_per_epoch - 1) // seq_length
-    samples_per_epoch = (tokens_per_epoch - 1) // seq_length
-    is_separate = repeats > 1 and sample_count - before_final < int(SEPARATE_FINAL_EPOCH_BELOW * samples_per_epoch)
-    return Epochs(repeats, total, before_final if is_separate else None)
 
 
 def needed_bytes(epochs: Epochs, document_count: int) -> int:

@@ -15,6 +15,7 @@ per document. PREFIX.idx is little-endian, and nothing after its header is align
 """
 
 import glob
+import hashlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,13 @@ class IndexedDataset:
     def tokens_before(self, document: int) -> int:
         """The tokens of all sequences before this one; all tokens if it is the number of sequences."""
         return self.token_count if document == len(self) else self._extent(document)[0] // self.dtype.itemsize
+
+    def lengths_digest(self, documents: int) -> str:
+        """The SHA-256 of the lengths of the first `documents` sequences, as stored."""
+        digest = hashlib.sha256()
+        for start in range(0, documents, INDEX_CHUNK_NUMEL):
+            digest.update(self.lengths[start : min(start + INDEX_CHUNK_NUMEL, documents)].data)
+        return digest.hexdigest()
 
     def last_tokens(self) -> set[int]:
         """The ids in which the first documents end, without those of empty ones; one id if all end in the EOD."""

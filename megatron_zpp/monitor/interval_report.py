@@ -15,6 +15,7 @@ class IntervalReport:
     train_iters: int
     interval_iterations: int  # steps since the line before, over which the means are taken
     consumed_samples: int
+    consumed_tokens: int
     global_batch_size: int  # of the latest iteration
     samples_per_iteration: float  # mean over the interval, in which the batch may have grown
     seq_length: int
@@ -41,10 +42,6 @@ class IntervalReport:
     host_state_bytes: int = 0  # of an optimizer on the host
     context_link_bytes: int = 0  # into one rank from those that divide its samples, per optimizer step
     context_inter_node_bytes: int = 0  # the same into one node from others
-
-    @property
-    def consumed_tokens(self) -> int:
-        return self.consumed_samples * self.seq_length
 
     @property
     def samples_per_second(self) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import Config
-from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepOutcome
 from megatron_zpp.zero.engine import ZeroEngine

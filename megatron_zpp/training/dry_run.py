@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron_zpp.checkpoint.candidates import check_may_begin_anew
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
@@ -39,6 +40,8 @@ def described_plan(given: Config, launch: Launch) -> str:
     """
     config, world = _resolved(given, launch)
     stored = find_stored_run(config.checkpoint)
+    if stored is not None:
+        config, world = _resolved(replace(given, earlier_samples=stored.earlier_samples), launch)
     config, about_rules = with_kept_rules(config, stored)
     vocab_size = tokenizer_of_run(config).vocab_size
     plan = plan_as_given(config, world, embedding_rows(config.model, vocab_size))
@@ -158,8 +161,8 @@ def _share_of_tokens(plan: RunPlan) -> str:
 
 
 def _all_tokens(plan: RunPlan) -> int:
-    training, seq_length = plan.config.training, plan.config.model.seq_length
-    return length_in_samples(training, batch_schedule(training, seq_length)) * seq_length
+    training, lengths = plan.config.training, plan.config.sample_lengths
+    return lengths.tokens_in(length_in_samples(training, batch_schedule(training, lengths)))
 
 
 def _data(plan: RunPlan) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_zpp.config.batch_schedule import batch_schedule, horizons
+from megatron_zpp.config.batch_schedule import horizons
 from megatron_zpp.config.flag import check_value
 from megatron_zpp.config.groups.optimizer import LR_STYLES
+from megatron_zpp.config.sample_lengths import SampleLengths
 from megatron_zpp.config.schema import OptimizerConfig, TrainingConfig
 
 # The rate of a decay as a fraction: 1 is the peak, 0 the lowest rate. The argument is the fraction of the decay that is over.
@@ -27,7 +28,7 @@ class LearningRateSchedule:
 
     WSD keeps the peak until `annealing_samples` before that end, and then falls by `annealing_style`. All counts are in samples, so
     that the curve does not depend on the batch size; they may be fractions of a sample, as in Megatron. The caller does not
-    count the samples of skipped steps.
+    count the samples of skipped steps. tokens_per_sample: see Horizons.
     """
 
     style: str
@@ -38,11 +39,12 @@ class LearningRateSchedule:
     decay_samples: float
     annealing_style: str = "exponential"
     annealing_samples: float = 0.0
+    tokens_per_sample: int | None = None
 
     @classmethod
-    def from_config(cls, optimizer: OptimizerConfig, training: TrainingConfig, seq_length: int) -> LearningRateSchedule:
+    def from_config(cls, optimizer: OptimizerConfig, training: TrainingConfig, lengths: SampleLengths) -> LearningRateSchedule:
         """Schedule of a resolved configuration."""
-        ends = horizons(optimizer, training, batch_schedule(training, seq_length))
+        ends = horizons(optimizer, training, lengths)
         return cls(
             style=optimizer.lr_decay_style,
             max_lr=optimizer.lr,
@@ -52,11 +54,12 @@ class LearningRateSchedule:
             decay_samples=ends.decay_samples,
             annealing_style=optimizer.lr_wsd_decay_style,
             annealing_samples=ends.annealing_samples,
+            tokens_per_sample=ends.tokens_per_sample,
         )
 
     def differences(self, other: LearningRateSchedule) -> Iterator[tuple[str, Any, Any]]:
         """Name and both values of every field in which the two curves differ. Ignores fields that change neither curve."""
-        without_effect = set()
+        without_effect = {"tokens_per_sample"}
         if self.style == other.style == "constant":
             without_effect |= {"min_lr", "decay_samples"}
         if self.style != "WSD" or other.style != "WSD":
@@ -71,7 +74,7 @@ class LearningRateSchedule:
     def __post_init__(self) -> None:
         check_value("--lr-decay-style", self.style, LR_STYLES)
 
-    def learning_rate(self, num_samples: int) -> float:
+    def learning_rate(self, num_samples: float) -> float:
         """Learning rate of the step that begins after `num_samples` samples."""
         if self.warmup_samples > 0 and num_samples <= self.warmup_samples:
             return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * num_samples / self.warmup_samples
@@ -83,7 +86,7 @@ class LearningRateSchedule:
             return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(num_samples, 1)))
         return self.min_lr + self._remaining_share(num_samples) * (self.max_lr - self.min_lr)
 
-    def _remaining_share(self, num_samples: int) -> float:
+    def _remaining_share(self, num_samples: float) -> float:
         """1 at the beginning of the decay, 0 at its end."""
         if self.style != "WSD":
             over = (num_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import hardware_flops, model_flops
 from megatron_zpp.monitor.interval_report import IntervalReport
 from megatron_zpp.monitor.memory import MemoryReading
-from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.step import StepOutcome
 
 
@@ -146,6 +146,7 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         train_iters=config.training.train_iters,
         interval_iterations=interval.iterations,
         consumed_samples=progress.consumed_samples,
+        consumed_tokens=progress.consumed_tokens,
         global_batch_size=inputs.latest.global_batch_size,
         samples_per_iteration=samples,
         seq_length=config.model.seq_length,

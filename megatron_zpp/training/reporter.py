@@ -7,6 +7,7 @@ from datetime import datetime
 
 import torch
 
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.schema import Config, LoggingConfig
 from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.monitor.interval_report import IntervalReport
@@ -22,7 +23,6 @@ from megatron_zpp.monitor.timers import BETWEEN_STEPS, NEVER_RAN, TIMER_NAMES, t
 from megatron_zpp.monitor.training_line import megatron_lm_line, samples_line, training_line
 from megatron_zpp.training.hardware import peak_teraflops
 from megatron_zpp.training.metrics import Interval, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
-from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
 

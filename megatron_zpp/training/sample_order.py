@@ -18,7 +18,7 @@ def ordered_samples(config: Config, stored: StoredRun | None) -> int:
 
 def read_samples(config: Config, stored: StoredRun | None) -> int:
     """The number of samples of the training data that are read until the end of the run, with those that the stored run has read."""
-    batches = batch_schedule(config.training, config.model.seq_length)
+    batches = batch_schedule(config.training, config.sample_lengths)
     if stored is None or not _goes_on(config, stored):
         return length_in_samples(config.training, batches)
     return _consumed_at_the_end(config.training, batches, stored)

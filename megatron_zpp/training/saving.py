@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.engine_state import RunState, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import manifest_of, share_of
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, Config
-from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -44,8 +44,8 @@ class RunSaver:
         self.finish()
         self._engine.finish_differences()
         self._printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {self._directory}")
-        state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags, progress.ordered_samples)
-        self._report(self._saver.save(manifest_of(self._engine, state, with_moments=self._with_moments)))
+        manifest = manifest_of(self._engine, progress, self._flags, with_moments=self._with_moments)
+        self._report(self._saver.save(manifest))
 
     def wait_for_copy(self) -> None:
         """Returns when weights and moments may change. Call it before every update."""

@@ -11,15 +11,17 @@ from megatron_zpp.checkpoint.candidates import Candidates, check_may_begin_anew,
 from megatron_zpp.checkpoint.engine_state import load_engine
 from megatron_zpp.checkpoint.folders import saved_iterations
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.flag import spelling_of
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
 from megatron_zpp.monitor.jsonl import has_earlier_lines
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
-from megatron_zpp.training.progress import Progress
-from megatron_zpp.training.sample_order import order_notices, ordered_samples
+from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.training.sample_order import ordered_samples
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -94,21 +96,25 @@ def find_resume_source(config: Config, world: World) -> ResumeSource:
 
 def load_progress(config: Config, engine: ZeroEngine, source: ResumeSource) -> Progress:
     """Loads the checkpoint into the engine. Returns the progress that the run continues from; its start without a checkpoint."""
-    start = Progress(ordered_samples=ordered_samples(config, source.stored))
+    ordered = ordered_samples(config, source.stored)
     if source.reader is None or source.stored is None:
-        return start
-    manifest = source.stored.manifest
-    if not source.stored.weights_only:
-        engine.start_iteration(manifest.iteration)  # before copies are filled: it may end full precision, and then they start anew
-    load_engine(engine, source.reader, with_moments=source.stored.gives_moments(config), with_copies=source.stored.gives_copies(config))
-    if source.stored.weights_only:
-        return start
-    return replace(
-        start,
-        iteration=manifest.iteration,
-        consumed_samples=manifest.consumed_samples,
-        scheduled_samples=manifest.run["scheduled_samples"],
-    )
+        return Progress(ordered_samples=ordered)
+    stored = source.stored
+    if not stored.weights_only:
+        engine.start_iteration(stored.manifest.iteration)  # before copies are filled: it may end full precision, and then they start anew
+    load_engine(engine, source.reader, with_moments=stored.gives_moments(config), with_copies=stored.gives_copies(config))
+    return stored.progress(ordered)
+
+
+def with_earlier_samples(config: Config, given: Config, stored: StoredRun | None, launch: Launch) -> Config:
+    """The configuration of a run that goes on from samples of other lengths: a length in tokens counts the tokens that they had.
+
+    config: resolved from `given`, the configuration before `resolve`.
+    """
+    earlier = () if stored is None else stored.earlier_samples
+    if all(length == config.model.seq_length for _, length in earlier):
+        return config
+    return resolve(replace(given, earlier_samples=earlier), launch.world_size, launch.local_world_size)
 
 
 def with_remaining_batches(config: Config, progress: Progress, sample_groups: int) -> Config:
@@ -125,12 +131,12 @@ def with_remaining_batches(config: Config, progress: Progress, sample_groups: in
     return config.with_values(train_iters=progress.iteration + remaining)
 
 
-def describe_start(config: Config, source: ResumeSource, progress: Progress) -> str:
+def describe_start(config: Config, source: ResumeSource, progress: Progress, about_data: Sequence[str] = ()) -> str:
     """Text about the loaded checkpoint, the flags that differ from it, and checkpoints and a log of another run; empty if there is none.
 
-    Must be called before the run logs its first line.
+    Must be called before the run logs its first line. about_data: lines about data that differ from those of the checkpoint's run.
     """
-    lines = [_about_checkpoint(config, source, progress), _about_save(config, progress), _about_log(config, progress)]
+    lines = [_about_checkpoint(config, source, progress), *about_data, _about_save(config, progress), _about_log(config, progress)]
     return "\n".join(filter(None, lines))
 
 
@@ -172,7 +178,6 @@ def _about_checkpoint(config: Config, source: ResumeSource, progress: Progress) 
     if not stored.weights_only:
         differing = [*flags_that_differ(config, manifest.flags), *schedule_differences(config, manifest.flags)]
         lines += [f"WARNING: the checkpoint's run had other flags: {'; '.join(differing)}"] if differing else []
-        lines += order_notices(config, stored)
         if config.checkpoint.use_checkpoint_opt_param_scheduler:
             lines.append("the schedule of learning rate and weight decay is the checkpoint's")
     return "\n".join(lines)

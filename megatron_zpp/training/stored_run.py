@@ -9,9 +9,14 @@ from typing import Any, TypeVar
 
 from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.contents import check_model, check_moments, rotation_differences
-from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, read_manifest
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
+from megatron_zpp.config.flag import LARGEST_LENGTH
+from megatron_zpp.config.outside import Members, OutsideFile
+from megatron_zpp.config.sample_lengths import SampleLengths, merged
 from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, PrecisionConfig, TrainingConfig, ZeroConfig
+from megatron_zpp.data.reading import Reading, readings_of
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
@@ -44,6 +49,39 @@ class StoredRun:
         Raises CheckpointError if the flags do not have a length.
         """
         return self.manifest.run.get("ordered_samples", 0) or _stored_length(self.manifest.flags)
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """Which data the resumed run has read when it begins."""
+        if self.weights_only:
+            return ()
+        if "readings" not in self.manifest.run:
+            return (Reading(0, _stored_seq_length(self.manifest.flags), "", {}),)
+        return readings_of(Members(self.manifest.run, OutsideFile(self.folder / MANIFEST_FILE, str(self.folder / MANIFEST_FILE))))
+
+    @property
+    def earlier_samples(self) -> tuple[tuple[int, int], ...]:
+        """The samples that the resumed run has consumed when it begins: how many had how many tokens each, in order."""
+        readings = self.readings
+        ends = [*(reading.first_sample for reading in readings[1:]), self.consumed_samples]
+        return merged((end - reading.first_sample, reading.seq_length) for reading, end in zip(readings, ends, strict=False))
+
+    def progress(self, ordered_samples: int) -> Progress:
+        """Where the resumed run begins. ordered_samples: of the training data that it puts in order."""
+        if self.weights_only:
+            return Progress(ordered_samples=ordered_samples)
+        run, consumed = self.manifest.run, self.consumed_samples
+        lengths = SampleLengths(1, self.earlier_samples)
+        scheduled = run["scheduled_samples"]
+        return Progress(
+            iteration=self.manifest.iteration,
+            consumed_samples=consumed,
+            scheduled_samples=scheduled,
+            ordered_samples=ordered_samples,
+            consumed_tokens=run.get("consumed_tokens", lengths.tokens_in(consumed)),
+            scheduled_tokens=run.get("scheduled_tokens", lengths.tokens_in(scheduled)),
+            readings=self.readings,
+        )
 
     def gives_moments(self, config: Config) -> bool:
         """Whether the optimizer state is taken."""
@@ -150,22 +188,24 @@ def _about_batch(config: Config, theirs: Mapping[str, Any]) -> str:
 
 def schedule_differences(config: Config, theirs: Mapping[str, Any]) -> Iterator[str]:
     """Settings of learning rate and weight decay that differ from a checkpoint's flags, each with both values."""
-    learning_rates, weight_decays = _stored_schedules(theirs)
-    here = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
+    learning_rates, weight_decays = _stored_schedules(theirs, config.sample_lengths)
+    here = LearningRateSchedule.from_config(config.optimizer, config.training, config.sample_lengths)
     for name, then, now in learning_rates.differences(here):
         yield f"{SCHEDULE_FLAGS[name]} {then} there and {now} here"
-    for name, then, now in weight_decays.differences(WeightDecaySchedule.from_config(config.optimizer)):
+    for name, then, now in weight_decays.differences(
+        WeightDecaySchedule.from_config(config.optimizer, config.training, config.sample_lengths)
+    ):
         yield f"{WEIGHT_DECAY_FLAGS[name]} {then} there and {now} here"
 
 
-def _stored_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
-    """Schedules of a checkpoint's flags. Flags that did not exist yet when it was saved have their defaults."""
+def _stored_schedules(theirs: Mapping[str, Any], lengths: SampleLengths) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
+    """Schedules of a checkpoint's flags for a run with samples of these lengths. Flags that are newer than it have their defaults."""
     try:
         optimizer, training = _group_of(OptimizerConfig, theirs["optimizer"]), _group_of(TrainingConfig, theirs["training"])
         if optimizer.end_weight_decay is None:
             optimizer = replace(optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay)
-        learning_rates = LearningRateSchedule.from_config(optimizer, training, theirs["model"]["seq_length"])
-        return learning_rates, WeightDecaySchedule.from_config(optimizer)
+        learning_rates = LearningRateSchedule.from_config(optimizer, training, lengths)
+        return learning_rates, WeightDecaySchedule.from_config(optimizer, training, lengths)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's flags lack the schedule ({error}); give --finetune to take its weights only") from None
 
@@ -174,9 +214,21 @@ def _stored_length(theirs: Mapping[str, Any]) -> int:
     """Length of training by a checkpoint's flags, in samples."""
     try:
         training = _group_of(TrainingConfig, theirs["training"])
-        return length_in_samples(training, batch_schedule(training, theirs["model"]["seq_length"]))
+        return length_in_samples(training, batch_schedule(training, SampleLengths(_stored_seq_length(theirs))))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the checkpoint's flags lack the length ({error}); give --finetune to take its weights only") from None
+
+
+def _incr_samples(weight_decays: WeightDecaySchedule, lengths: SampleLengths) -> int:
+    tokens_per_sample, samples = weight_decays.tokens_per_sample, weight_decays.incr_samples
+    return samples if tokens_per_sample is None else lengths.samples_for(tokens_per_sample * samples)
+
+
+def _stored_seq_length(theirs: Mapping[str, Any]) -> int:
+    length = theirs.get("model", {}).get("seq_length")
+    if type(length) is not int or not 1 <= length <= LARGEST_LENGTH:
+        raise CheckpointError(f"the checkpoint's flags have seq_length {length}; give --finetune to take its weights only")
+    return length
 
 
 def _group_of(group: type[Group], flags: Mapping[str, Any]) -> Group:
@@ -187,8 +239,9 @@ def _group_of(group: type[Group], flags: Mapping[str, Any]) -> Group:
 
 
 def _with_stored_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
-    learning_rates, weight_decays = _stored_schedules(theirs)
-    fraction = theirs["optimizer"]["lr_warmup_fraction"]
+    learning_rates, weight_decays = _stored_schedules(theirs, config.sample_lengths)
+    fraction, tokens_per_sample = theirs["optimizer"]["lr_warmup_fraction"], learning_rates.tokens_per_sample
+    warmup = 0 if fraction is not None else int(learning_rates.warmup_samples)
     optimizer = replace(
         config.optimizer,
         lr=learning_rates.max_lr,
@@ -197,9 +250,11 @@ def _with_stored_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
         lr_warmup_init=learning_rates.warmup_init_lr,
         lr_decay_iters=None,
         lr_decay_samples=int(learning_rates.decay_samples),
+        lr_decay_tokens=tokens_per_sample and tokens_per_sample * int(learning_rates.decay_samples),
         lr_warmup_fraction=fraction,
         lr_warmup_iters=0,
-        lr_warmup_samples=0 if fraction is not None else int(learning_rates.warmup_samples),
+        lr_warmup_samples=warmup,
+        lr_warmup_tokens=(tokens_per_sample or 0) * warmup,
         lr_wsd_decay_style=learning_rates.annealing_style,
         lr_wsd_decay_iters=None,
         lr_wsd_decay_samples=int(learning_rates.annealing_samples) or None,
@@ -207,6 +262,6 @@ def _with_stored_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
         weight_decay_incr_style=weight_decays.style,
         start_weight_decay=weight_decays.start,
         end_weight_decay=weight_decays.end,
-        weight_decay_incr_samples=weight_decays.incr_samples,
+        weight_decay_incr_samples=_incr_samples(weight_decays, config.sample_lengths),
     )
     return replace(config, optimizer=optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.blended_dataset import SourceTally
@@ -16,7 +17,6 @@ from megatron_zpp.training.evaluation import HeldOutSet, HeldOutSets, evaluate, 
 from megatron_zpp.training.garbage import GarbageCollection
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import StepReadings, StepTimes, Stopwatch
-from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.same_samples import SameSamples
 from megatron_zpp.training.saving import RunSaver
@@ -39,8 +39,8 @@ class Trainer:
         self._engine = engine
         self._writers = writers
         self._progress = progress
-        self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
-        self._weight_decays = WeightDecaySchedule.from_config(config.optimizer)
+        self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.sample_lengths)
+        self._weight_decays = WeightDecaySchedule.from_config(config.optimizer, config.training, config.sample_lengths)
         self._saver = RunSaver(config, engine, model.padded_vocab_size, writers)
         self._garbage = GarbageCollection(config.training)
         self._iterations_to_skip = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
@@ -101,12 +101,12 @@ class Trainer:
     def _step(self, stop_conditions: StopConditions, stopwatch: Stopwatch) -> None:
         progress, loss_scaler, waited = self._progress, self._engine.loss_scaler, self._train_batches.wait_seconds
         batch_size = self._batch_sizes.batch_size(progress.consumed_samples)
-        learning_rate = self._schedule.learning_rate(progress.scheduled_samples)
+        learning_rate = self._schedule.learning_rate(progress.scheduled(self._schedule.tokens_per_sample))
         scaler_before = loss_scaler.state()
         outcome, requests = self._train_step(batch_size // self._batch_sizes.grain, learning_rate, stop_conditions)
         times = StepTimes(batch_size, stopwatch.lap(), self._train_batches.wait_seconds - waited)
         self._bad_iterations.count(outcome, progress, scaler_before)
-        progress.advance(batch_size, is_skipped=outcome.is_skipped)
+        progress.advance(batch_size, self._config.model.seq_length, is_skipped=outcome.is_skipped)
         self._reason_for_stopping = reason_for_stopping(requests, progress.iteration, self._config.training)
         readings = StepReadings(outcome, batch_size, learning_rate, loss_scaler.scale)
         self._reporter.iteration(progress, readings, times, is_last=self._is_last())
@@ -115,7 +115,7 @@ class Trainer:
     def _train_step(self, microbatches: int, learning_rate: float, stop_conditions: StopConditions) -> tuple[StepOutcome, StopRequest]:
         """Trains on the next micro-batches; returns the result of the step and the stop requests of all ranks."""
         engine = self._engine
-        weight_decay = self._weight_decays.weight_decay(self._progress.scheduled_samples)
+        weight_decay = self._weight_decays.weight_decay(self._progress.scheduled(self._weight_decays.tokens_per_sample))
         loss_sum = forward_backward(self._model, engine, self._train_batches, microbatches)
         states = engine.state_bytes()
         self._saver.wait_for_copy()  # a checkpoint may still be copying the weights and moments that the update changes
@@ -136,7 +136,7 @@ class Trainer:
         first, batch_size = progress.consumed_samples, self._batch_sizes.batch_size(progress.consumed_samples)
         for _ in range(batch_size // self._batch_sizes.grain):
             next(self._train_batches)
-        progress.advance(batch_size, is_skipped=True)
+        progress.advance(batch_size, self._config.model.seq_length, is_skipped=True)
         self._engine.finish_differences()  # with the random signs of their own step, as before a save
         self._engine.start_iteration(progress.iteration)
         requests = gather_numbers([stop_conditions.request()], self._engine).flatten().tolist()

@@ -13,9 +13,10 @@ from harness.small_state import Gathering
 from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.checkpoint.engine_state import RunState, load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_BYTES, ELEMENT_TYPE, CheckpointError
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
@@ -36,8 +37,7 @@ def saved(directory: Path, shape: tuple[int, int], row: str, *, with_moments: bo
         rank = Rank(Job(ROWS[row], shape=SHAPE, steps=ITERATION), backend)
         rank.train()
         saver = CheckpointSaver(directory, share_of(rank.engine, with_moments=with_moments), SaveOptions(), gathering.of(backend.rank))
-        state = RunState(ITERATION, 96, 96, {})
-        saver.save(replace(manifest_of(rank.engine, state, with_moments=with_moments), chunk_bytes=chunk_bytes))
+        saver.save(replace(manifest_of(rank.engine, Progress(ITERATION, 96, 96), {}, with_moments=with_moments), chunk_bytes=chunk_bytes))
         return own(rank)
 
     return whole(run_world(shape, program))

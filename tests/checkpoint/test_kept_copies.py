@@ -12,8 +12,9 @@ from harness.small_state import Gathering
 from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.checkpoint.engine_state import RunState, load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
 from megatron_zpp.checkpoint.folders import iteration_folder
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
@@ -51,7 +52,7 @@ def save(rank: Rank, directory: Path, gathering: Gathering, *, in_background: bo
     options = SaveOptions(in_background=in_background)
     saver = CheckpointSaver(directory, share_of(rank.engine, with_moments=True), options, gathering.of(rank.backend.rank))
     rank.engine.finish_differences()
-    saver.save(manifest_of(rank.engine, RunState(SAVED_AT, 96, 96, {}), with_moments=True))
+    saver.save(manifest_of(rank.engine, Progress(SAVED_AT, 96, 96), {}, with_moments=True))
     saver.wait_for_copy()
     return saver
 

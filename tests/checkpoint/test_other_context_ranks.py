@@ -12,8 +12,9 @@ from harness.small_engine import LEARNING_RATE, Job, mean_losses
 from harness.small_state import Gathering
 from harness.worlds import run_world
 
-from megatron_zpp.checkpoint.engine_state import RunState, load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
 from megatron_zpp.checkpoint.folders import iteration_folder
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
@@ -43,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, list[H
         rank = rank_of(3, backend)
         train(rank, 0, SAVED_AT)
         saver = CheckpointSaver(directory, share_of(rank.engine, with_moments=True), SaveOptions(), gathering.of(backend.rank))
-        saver.save(manifest_of(rank.engine, RunState(SAVED_AT, 96, 96, {}), with_moments=True))
+        saver.save(manifest_of(rank.engine, Progress(SAVED_AT, 96, 96), {}, with_moments=True))
         stated, history = rank.stated(), train(rank, SAVED_AT, STEPS)
         saver.finish()
         rank.engine.close()

@@ -17,9 +17,10 @@ from harness.small_engine import LEARNING_RATE, Job, Rank, train_world
 
 from megatron_zpp.checkpoint import saver as saver_module
 from megatron_zpp.checkpoint import snapshot
-from megatron_zpp.checkpoint.engine_state import RunState, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import manifest_of, share_of
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.manifest import CheckpointError
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.zero.pieces import Piece, owned_pieces
@@ -63,7 +64,7 @@ def train(gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch, *, waits_for_
         history.append((loss, rank.engine.step(LEARNING_RATE).grad_norm))
         later.run()
         states.append([replace(piece, values=piece.values.clone()) for piece in owned_pieces(rank.engine)])
-        saver.save(manifest_of(rank.engine, RunState(step + 1, 0, 0, {}), with_moments=True))
+        saver.save(manifest_of(rank.engine, Progress(step + 1, 0, 0), {}, with_moments=True))
     later.run()
     saver.finish()
     rank.engine.close()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.batch_schedule import BatchSchedule, BatchStage, batch_schedule
 from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.sample_lengths import SampleLengths
 from megatron_zpp.config.schema import TrainingConfig
 
 RAMPS = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 6), st.integers(1, 400))  # start, increment, steps, samples
@@ -19,7 +20,7 @@ RAMPS = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 6), st.in
 
 def ramp(start: int, increment: int, steps: int, samples: int) -> BatchSchedule:
     words = (str(start), str(increment), str(samples))
-    return batch_schedule(TrainingConfig(rampup_batch_size=words, global_batch_size=start + steps * increment), 16)
+    return batch_schedule(TrainingConfig(rampup_batch_size=words, global_batch_size=start + steps * increment), SampleLengths(16))
 
 
 def megatrons_size(start: int, increment: int, steps: int, samples: int, consumed: int) -> int:
@@ -89,13 +90,13 @@ def walked_from(batches: BatchSchedule, consumed: int) -> list[int]:
 
 
 def test_the_ramp_of_megatrons_help_adds_increments_of_eight_over_its_samples() -> None:
-    batches = batch_schedule(TrainingConfig(rampup_batch_size=("16", "8", "300000"), global_batch_size=1024), 2048)
+    batches = batch_schedule(TrainingConfig(rampup_batch_size=("16", "8", "300000"), global_batch_size=1024), SampleLengths(2048))
     assert len(batches.stages) == 1 + (1024 - 16) // 8
     assert [batches.batch_size(samples) for samples in (0, 2380, 2381, 299999, 300000)] == [16, 16, 24, 1016, 1024]
 
 
 def test_steps_begin_at_tokens_rounded_down_to_samples() -> None:
-    batches = batch_schedule(TrainingConfig(step_batch_size_schedule="0:768 250B:1536,1.5T:2K", global_batch_size=1), 4096)
+    batches = batch_schedule(TrainingConfig(step_batch_size_schedule="0:768 250B:1536,1.5T:2K", global_batch_size=1), SampleLengths(4096))
     thresholds = 250 * 10**9 // 4096, 15 * 10**11 // 4096
     assert batches.stages == (BatchStage(0, 768), BatchStage(thresholds[0], 1536), BatchStage(thresholds[1], 2000))
     assert [batches.batch_size(samples) for samples in (0, thresholds[0] - 1, thresholds[0])] == [768, 768, 1536]
@@ -132,4 +133,4 @@ def test_a_trillion_samples_are_counted_at_once() -> None:
 )
 def test_an_unusable_schedule_is_named(training: TrainingConfig, message: str) -> None:
     with pytest.raises(FlagError, match=message):
-        batch_schedule(training, 16)
+        batch_schedule(training, SampleLengths(16))

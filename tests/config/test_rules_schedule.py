@@ -163,7 +163,7 @@ def test_batches_of_the_past_do_not_stop_a_run_that_goes_on_with_more_ranks() ->
 )
 def test_the_length_of_a_run_counts_its_batches(flags: str, world_size: int, samples: int, iterations: int) -> None:
     config = resolved(flags, world_size)
-    assert length_in_samples(config.training, batch_schedule(config.training, 32)) == samples
+    assert length_in_samples(config.training, batch_schedule(config.training, config.sample_lengths)) == samples
     assert config.training.train_iters == iterations
 
 
@@ -174,13 +174,13 @@ def test_steps_of_the_batch_end_at_the_size_that_everything_else_calls_the_globa
 
 def test_horizons_in_iterations_count_the_samples_of_their_batches() -> None:
     config = resolved(f"--train-iters 8 --lr-warmup-iters 3 --lr-decay-iters 6 {RAMP}", 4)
-    found = horizons(config.optimizer, config.training, batch_schedule(config.training, 32))
+    found = horizons(config.optimizer, config.training, config.sample_lengths)
     assert (found.warmup_samples, found.decay_samples, found.annealing_samples) == (16, 28 + 2 * 16, 0)
 
 
 def test_horizons_in_tokens_are_whole_samples() -> None:
     config = resolved("--train-tokens 3200 --lr-warmup-tokens 33 --lr-decay-tokens 1600 --lr-decay-style WSD --lr-wsd-decay-samples 10")
-    found = horizons(config.optimizer, config.training, batch_schedule(config.training, 32))
+    found = horizons(config.optimizer, config.training, config.sample_lengths)
     assert (found.warmup_samples, found.decay_samples, found.annealing_samples) == (2, 50, 10)
 
 
@@ -216,7 +216,7 @@ def test_iterations_with_tokens_stop_at_the_shorter_and_decay_over_the_iteration
 def test_a_schedule_in_tokens_fits_a_length_in_iterations() -> None:
     flags = "--seq-length 16 --train-iters 50 --global-batch-size 8 --lr-decay-tokens 5120 --lr-warmup-tokens 640"
     config = resolved(flags)
-    found = horizons(config.optimizer, config.training, batch_schedule(config.training, 16))
+    found = horizons(config.optimizer, config.training, config.sample_lengths)
     assert (found.warmup_samples, found.decay_samples) == (40, 320)
 
 

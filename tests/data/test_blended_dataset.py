@@ -2,19 +2,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.tiny_corpus import GOLDEN, counting_documents, write_corpus
+from harness.tiny_corpus import GOLDEN, counting_documents, open_dataset, write_corpus
 
 from megatron_zpp.data.blended_dataset import BlendedDataset, SourceTally, build_blend_indices
 from megatron_zpp.data.gpt_dataset import GPTDataset, MockDataset
-from megatron_zpp.data.gpt_indices import build_gpt_indices
-from megatron_zpp.data.indexed_dataset import IndexedDataset
 
 
 def datasets(folder: Path, sample_counts: list[int]) -> list[GPTDataset]:
     found = []
     for number, count in enumerate(sample_counts):
-        source = IndexedDataset(write_corpus(folder, counting_documents([3, 8, 5]), name=f"corpus_{number}"))
-        found.append(GPTDataset(source, build_gpt_indices(source.lengths, range(3), sample_count=count, seq_length=4, seed=number)))
+        prefix = write_corpus(folder, counting_documents([3, 8, 5]), name=f"corpus_{number}")
+        found.append(open_dataset(prefix, range(3), sample_count=count, seq_length=4, seed=number))
     return found
 
 

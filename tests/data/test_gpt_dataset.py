@@ -5,26 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
+from harness.tiny_corpus import GOLDEN, counting_documents, open_dataset, write_corpus, write_golden_corpus
 
 from megatron_zpp.config.data_sources import SPLITS
 from megatron_zpp.data import stored_array
 from megatron_zpp.data.build_once import SILENT
 from megatron_zpp.data.corpus import Corpus, SampleOrder
 from megatron_zpp.data.documents import DocumentRules
-from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.gpt_indices import build_gpt_indices
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.data.split import split_documents
 
 CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLITS if GOLDEN[case][name] is not None]
-
-
-def open_dataset(prefix: str, documents: range, *, sample_count: int, seq_length: int = 8) -> GPTDataset:
-    source = IndexedDataset(prefix)
-    return GPTDataset(source, build_gpt_indices(source.lengths[:], documents, sample_count=sample_count, seq_length=seq_length, seed=1234))
 
 
 @pytest.mark.parametrize(("case", "name"), CASES)
@@ -66,8 +59,7 @@ def test_pickled_dataset_gives_the_same_samples(tmp_path: Path) -> None:
 
 def test_a_corpus_cut_off_while_it_is_in_use_is_named_and_one_replaced_or_removed_is_read_on(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [[7] * 4096] * 8)
-    source = IndexedDataset(prefix)
-    dataset = GPTDataset(source, build_gpt_indices(source.lengths[:], range(8), sample_count=4, seq_length=64, seed=1))
+    dataset = open_dataset(prefix, range(8), sample_count=4, seq_length=64, seed=1)
     whole = Path(f"{prefix}.bin").read_bytes()
     (tmp_path / "other").write_bytes(b"")
     os.replace(f"{prefix}.bin", tmp_path / "moved")

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.data_sources import SPLITS
-from megatron_zpp.data.gpt_indices import build_gpt_indices, needed_bytes, plan_epochs
+from megatron_zpp.data.epochs import plan_epochs
+from megatron_zpp.data.gpt_indices import build_gpt_indices, needed_bytes
 from megatron_zpp.data.split import split_documents
 
 CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLITS if GOLDEN[case][name] is not None]

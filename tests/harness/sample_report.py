@@ -8,6 +8,7 @@ REPORT = IntervalReport(
     train_iters=27465820,
     interval_iterations=10,
     consumed_samples=1280,
+    consumed_tokens=655360,
     global_batch_size=64,
     samples_per_iteration=64.0,
     seq_length=512,

@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_zpp.data.gpt_dataset import GPTDataset
+from megatron_zpp.data.gpt_indices import build_gpt_indices
+from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocess.indexed_writer import IndexedDatasetWriter
+from megatron_zpp.data.reading import CorpusOrder
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("golden_vectors.json").read_text())
 
@@ -26,6 +30,29 @@ def counting_documents(lengths: Sequence[int]) -> list[list[int]]:
     """Documents of these lengths that hold 0, 1, 2, ... one after the other."""
     ends = np.cumsum(lengths).tolist()
     return [list(range(end - length, end)) for length, end in zip(lengths, ends, strict=True)]
+
+
+def open_dataset(prefix: str, documents: range, *, sample_count: int, seq_length: int = 8, seed: int = 1234) -> GPTDataset:
+    """The samples of some documents of a corpus, without a cache."""
+    source = IndexedDataset(prefix)
+    lengths = source.lengths[:]
+    indices = build_gpt_indices(lengths, documents, sample_count=sample_count, seq_length=seq_length, seed=seed)
+    tokens = int(lengths[documents.start : documents.stop].sum())
+    return GPTDataset(
+        source,
+        indices,
+        CorpusOrder(
+            Path(prefix).name,
+            source.lengths_digest(len(source)),
+            len(source),
+            documents.start,
+            documents.stop,
+            tokens,
+            sample_count,
+            seq_length,
+            seed,
+        ),
+    )
 
 
 def write_golden_corpus(folder: Path) -> str:

@@ -25,8 +25,9 @@ from test_convert_hf import NULL, PADDED
 from test_generate_text import continuation, words
 from torch import Tensor
 
-from megatron_zpp.checkpoint.engine_state import RunState, load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
 from megatron_zpp.checkpoint.folders import find_checkpoint
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
@@ -86,7 +87,7 @@ def write(directory: Path, model: GPT) -> None:
                 unit.main_weight[segment.offset : segment.offset + segment.stop - segment.start] = part[segment.start : segment.stop]
         saver = CheckpointSaver(directory, share_of(engine, with_moments=True), SaveOptions(), gathering.of(backend.rank))
         flags = {"model": asdict(model.config), "data": asdict(NULL), "padded_vocab_size": model.padded_vocab_size}
-        saver.save(manifest_of(engine, RunState(7, 56, 56, flags), with_moments=True))
+        saver.save(manifest_of(engine, Progress(7, 56, 56), flags, with_moments=True))
         engine.close()
 
     run_world(SAVING_GRID, program)

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
@@ -10,7 +11,6 @@ from megatron_zpp.model.flops import hardware_flops, model_flops
 from megatron_zpp.monitor.memory import MemoryReading
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.metrics import Interval, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
-from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.step import StepOutcome
 
 pytestmark = pytest.mark.pure

@@ -121,7 +121,7 @@ LENGTHS = {
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 def test_with_unchanged_flags_a_run_requests_what_it_did_before(length: str) -> None:
     config = config_of(f"{MOCK} {length}")
-    asked = length_in_samples(config.training, batch_schedule(config.training, 16))
+    asked = length_in_samples(config.training, batch_schedule(config.training, config.sample_lengths))
     assert ordered_samples(config, None) == asked
     for iteration in (1, 5, 11):
         stored = saved(config, iteration)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.start import ResumeSource, describe_start
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 5 "

@@ -1,0 +1,128 @@
+"""What the order of a run's samples depends on, as checkpoints keep it: the run that goes on compares it with its own (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from megatron_zpp.config.counted import counted
+from megatron_zpp.config.data_sources import SPLITS
+from megatron_zpp.config.outside import Members
+from megatron_zpp.data.epochs import Epochs, plan_epochs
+
+
+@dataclass(frozen=True)
+class CorpusOrder:
+    """Everything that decides the order of the samples of one corpus in one split.
+
+    corpus: its file name. lengths_sha256, document_count: of all its documents. first_document, stop_document: those of the split.
+    token_count: of the split. sample_count: asked for; 0 for one pass over the split. share: of the corpus in its blend.
+    """
+
+    corpus: str
+    lengths_sha256: str
+    document_count: int
+    first_document: int
+    stop_document: int
+    token_count: int
+    sample_count: int
+    seq_length: int
+    seed: int
+    share: float = 1.0
+
+    @property
+    def documents(self) -> range:
+        return range(self.first_document, self.stop_document)
+
+    def other_documents(self, here: CorpusOrder) -> Iterator[str]:
+        """What makes the documents of `here` others, with both values."""
+        if self.document_count != here.document_count:
+            yield f"{counted(self.document_count, 'document')} there and {here.document_count} here"
+        elif self.lengths_sha256 != here.lengths_sha256:
+            yield "documents of other lengths"
+        elif self.documents != here.documents:
+            yield f"documents {_in_words(self.documents)} there and {_in_words(here.documents)} here"
+
+    def other_order(self, here: CorpusOrder) -> Iterator[str]:
+        """What makes the order of `here` another one where the documents are the same, with both values."""
+        if self.share != here.share:
+            yield f"a share of {self.share:.4g} there and {here.share:.4g} here"
+        if self.seq_length != here.seq_length:
+            yield f"samples of {self.seq_length} tokens there and {here.seq_length} here"
+        if self.seed != here.seed:
+            yield f"seed {self.seed} there and {here.seed} here"
+        if (self.token_count, self.seq_length) == (here.token_count, here.seq_length) and self._epochs() != here._epochs():
+            yield f"{self.sample_count} samples in order there and {here.sample_count} here"
+
+    def _epochs(self) -> Epochs:
+        return plan_epochs(self.token_count, sample_count=self.sample_count, seq_length=self.seq_length)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a run reads from sample `first_sample` on: corpora by split, each with its order; none for generated samples.
+
+    seq_length: tokens of a sample. tokenizer: in words; empty if only seq_length is known.
+    """
+
+    first_sample: int
+    seq_length: int
+    tokenizer: str
+    splits: Mapping[str, tuple[CorpusOrder, ...]]
+
+    def differences(self, here: Reading, split: str) -> list[str]:
+        """What makes the documents of a split in `here` others, or the order of its training samples, in words."""
+        found = []
+        for then, now in _paired(self.splits.get(split, ()), here.splits.get(split, ())):
+            if then is not None and now is not None:
+                found += [f"{now.corpus} has {difference}" for difference in then.other_documents(now)]
+                found += [f"{now.corpus} has {difference}" for difference in then.other_order(now) if split == "train"]
+            elif then is not None:
+                found.append(f"{then.corpus} is left out")
+            elif now is not None:
+                found.append(f"{now.corpus} is new")
+        return found
+
+
+def readings_of(found: Members) -> tuple[Reading, ...]:
+    """The readings of a run in the state that a manifest keeps. They begin at sample 0 and at ever later ones."""
+    readings = tuple(_reading_of(members) for members in found.list_of_members("readings"))
+    starts = [reading.first_sample for reading in readings]
+    if starts[:1] != [0] or starts != sorted(set(starts)):
+        found.refuse("readings", "a list of readings that begin at sample 0 and at ever later samples")
+    return readings
+
+
+def _reading_of(found: Members) -> Reading:
+    splits = found.members("splits")
+    splits.require_only(set(SPLITS))
+    orders = {split: tuple(_corpus_order_of(members) for members in splits.list_of_members(split)) for split in splits.values}
+    return Reading(found.count("first_sample"), found.positive_count("seq_length"), found.text("tokenizer"), orders)
+
+
+def _corpus_order_of(found: Members) -> CorpusOrder:
+    counts = {
+        member.name: found.positive_count(member.name) if member.name in ("seq_length", "token_count") else found.count(member.name)
+        for member in fields(CorpusOrder)
+        if member.type == "int"
+    }
+    order = CorpusOrder(found.text("corpus"), found.text("lengths_sha256"), **counts, share=found.number("share"))
+    if not order.first_document <= order.stop_document <= order.document_count:
+        found.refuse("stop_document", "at least first_document and at most document_count")
+    return order
+
+
+def _paired(theirs: Sequence[CorpusOrder], ours: Sequence[CorpusOrder]) -> Iterator[tuple[CorpusOrder | None, CorpusOrder | None]]:
+    """Each corpus beside the one here of the same file name, or else of the same documents; None if there is none."""
+    rest = list(ours)
+    for then in theirs:
+        now = next((now for now in rest if now.corpus == then.corpus), None)
+        now = now or next((now for now in rest if now.lengths_sha256 == then.lengths_sha256), None)
+        if now is not None:
+            rest.remove(now)
+        yield then, now
+    yield from ((None, now) for now in rest)
+
+
+def _in_words(documents: range) -> str:
+    return f"{documents.start} to {documents.stop - 1}" if documents else "none"
