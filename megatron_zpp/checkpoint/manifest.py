@@ -16,7 +16,7 @@ from typing import Any
 from megatron_zpp.config.flag import LARGEST_COUNT
 from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.schema import GROUPS
-from megatron_zpp.data.reading import readings_of
+from megatron_zpp.data.reading import readings_of, samples_by_length
 from megatron_zpp.parallel.stripes import Columns, column_numel, columns_of
 
 FORMAT = "megatron_zpp checkpoint"
@@ -29,7 +29,6 @@ ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # by element type; the names ar
 CHUNK_BYTES = 1 << 20
 MARKER_BYTES, MANIFEST_BYTES = 1 << 16, 1 << 32  # limits; the manifest of 10,000 ranks with 1,000 pieces each has about 2 GB
 COUNTS_OF_RUN = ("scheduled_samples", "optimizer_steps")
-COUNTS_WITH_READINGS = ("consumed_tokens", "scheduled_tokens")
 ITERATION_NAME = r"iter_(?P<iteration>\d{7,})"  # the name of an iteration's folder, as a pattern
 DYNAMIC_SCALE = ("scale", "patience")  # belong to a loss scale that counts its good steps
 FILE_KEYS = frozenset({"name", "nbytes", "header_bytes", "checksums"})
@@ -178,7 +177,7 @@ def _parse(file: OutsideFile, members: Members) -> Manifest:
         consumed_samples=members.count("consumed_samples"),
         shapes={name: tuple(shapes.counts(name)) for name in shapes.values},
         states={name: states.text(name) for name in states.values},
-        run=_run_state(members.members("run")),
+        run=_run_state(members.members("run"), members.count("consumed_samples")),
         flags=_groups_of_flags(members.members("flags")),
         topology={name: topology.count(name) for name in topology.values},
         versions={name: versions.text(name) for name in versions.values},
@@ -197,7 +196,7 @@ def _groups_of_flags(found: Members) -> Mapping[str, Any]:
     return found.values
 
 
-def _run_state(found: Members) -> Mapping[str, Any]:
+def _run_state(found: Members, consumed_samples: int) -> Mapping[str, Any]:
     """The state of a run; empty for a release."""
     if not found.values:
         return found.values
@@ -206,15 +205,25 @@ def _run_state(found: Members) -> Mapping[str, Any]:
     if "ordered_samples" in found:
         found.count("ordered_samples")
     if "readings" in found:
-        readings_of(found)
-        for key in COUNTS_WITH_READINGS:
-            found.count(key)
+        _check_tokens(found, consumed_samples)
     scaler = found.members("loss_scaler")
     for key in (*scaler.values, *(DYNAMIC_SCALE if "good_steps" in scaler else ())):
         scaler.number(key)
     if "scale" in scaler and scaler.number("scale") <= 0:
         scaler.refuse("scale", "a number above 0")
     return found.values
+
+
+def _check_tokens(found: Members, consumed_samples: int) -> None:
+    """The tokens of a run are those of its samples, whose lengths its readings say."""
+    readings = readings_of(found)
+    if readings[-1].first_sample > consumed_samples:
+        found.refuse("readings", f"readings that begin before sample {consumed_samples}, which comes next")
+    tokens = sum(samples * length for samples, length in samples_by_length(readings, consumed_samples))
+    if found.count("consumed_tokens") != tokens:
+        found.refuse("consumed_tokens", f"{tokens}, the tokens in the samples of the readings")
+    if found.count("scheduled_tokens") > tokens:
+        found.refuse("scheduled_tokens", f"at most the {tokens} consumed tokens")
 
 
 def file_of(found: Members) -> StoredFile:

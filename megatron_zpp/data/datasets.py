@@ -129,8 +129,8 @@ class CorpusSet:
         train = self._drawn("train", used, counts.train)
         if train is None:
             raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora.by_prefix)}")
-        valid = self._validation_sets(0 if request.validates_on_all else counts.valid, on_all=request.validates_on_all)
-        test = self._held_out("test", counts.test)
+        valid = self._validation_sets(request)
+        test = self._held_out("test", counts.test, request)
         self._warn_of_repeated_corpora()
         sources = tuple(corpus.source for corpus in self._corpora.by_prefix.values())
         self._messages += [message for source in sources if (message := _missing_ends_warning(source, rules)) is not None]
@@ -139,22 +139,26 @@ class CorpusSet:
         orders = {split: tuple(order for dataset in found for order in dataset.orders()) for split, found in datasets.items()}
         return Datasets(train, valid, test, sources, orders, rules, tuple(dict.fromkeys([*self._messages, *lines])))
 
-    def _validation_sets(self, sample_count: int, *, on_all: bool) -> dict[str, SampleSource]:
-        """The validation sets by name, without empty ones; with on_all, without those shorter than a sample. sample_count: of each set."""
+    def _validation_sets(self, request: DataRequest) -> dict[str, SampleSource]:
+        """The validation sets by name, without empty ones, and without those shorter than a sample if each is read whole."""
+        on_all, sample_count = request.validates_on_all, request.sample_counts.valid
         blend = self._corpora.blends.get("valid")
         if blend is None:
             return {}
         if not self._has_separate_sets and not on_all:
-            dataset = self._held_out("valid", sample_count)
+            dataset = self._held_out("valid", sample_count, request)
             return {} if dataset is None else {"": dataset}
         names = self._set_names or _names_of(blend.prefixes)
-        found = {
-            name: self._corpora.by_prefix[prefix].dataset("valid", sample_count, self._progress, self._messages)
-            for name, prefix in zip(names, blend.prefixes, strict=True)
-            if self._can_validate(self._corpora.by_prefix[prefix], on_all=on_all)
-        }
+        found: dict[str, SampleSource] = {}
+        for name, prefix in zip(names, blend.prefixes, strict=True):
+            corpus = self._corpora.by_prefix[prefix]
+            if not self._can_validate(corpus, on_all=on_all):
+                continue
+            found[name] = corpus.dataset("valid", 0 if on_all else sample_count, self._progress, self._messages)
+            if not on_all:
+                self._messages += repetition([(corpus, 1)], request.sample_counts.test, request.seq_length, "valid", name)
         if self._has_separate_sets or not found:
-            return dict(found)
+            return found
         return {"": ChainedDataset(list(found.values()))}
 
     def _can_validate(self, corpus: Corpus, *, on_all: bool) -> bool:
@@ -166,13 +170,16 @@ class CorpusSet:
             return False
         return True
 
-    def _held_out(self, split_name: str, sample_count: int) -> SampleSource | None:
+    def _held_out(self, split_name: str, sample_count: int, request: DataRequest) -> SampleSource | None:
         """The validation or test data; None if there are none."""
         if split_name not in self._corpora.blends:
             return None
         used, left_out = self._corpora.used(split_name)
         self._messages += left_out
-        return self._drawn(split_name, used, sample_count) if used else None
+        if not used:
+            return None
+        self._messages += repetition(used, request.sample_counts.test, request.seq_length, split_name)  # a test is one evaluation
+        return self._drawn(split_name, used, sample_count)
 
     def _drawn(self, split_name: str, used: Sequence[tuple[Corpus, float]], sample_count: int) -> SampleSource | None:
         """The samples of a split. used: its corpora, each with its weight. None if a blend has none to draw."""

@@ -11,9 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_zpp.data.blended_dataset import BlendedDataset
+from megatron_zpp.data.epochs import plan_epochs
 from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.gpt_indices import build_gpt_indices
+from megatron_zpp.data.gpt_indices import build_gpt_indices, needed_bytes
 from megatron_zpp.data.index_builders import deal_samples
+from megatron_zpp.data.index_room import check_room
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.reading import CorpusOrder, Reading
 
@@ -45,11 +47,11 @@ class ReadTokens:
 
 
 class Again(NamedTuple):
-    """How many of the counted tokens were read before. unknown: corpora that were replaced, so not counted."""
+    """How many of the counted tokens were read before. uncounted: tokens that may come again and are not counted, and why, in words."""
 
     tokens: int
     counted_tokens: int
-    unknown: tuple[str, ...]
+    uncounted: tuple[str, ...]
 
 
 class EarlierDocuments:
@@ -69,15 +71,20 @@ class EarlierDocuments:
 
     def read_again(self, readings: Sequence[Reading], train: GPTDataset | BlendedDataset, first: int, stop: int) -> Again:
         """How many tokens in samples [first, stop) of `train` were in the first `first` samples of the run, which `readings` describe."""
-        read, unknown = defaultdict[str, list[ReadTokens]](list), dict[str, None]()
+        read, uncounted = defaultdict[str, list[ReadTokens]](list), dict[str, None]()
         ends = [*(reading.first_sample for reading in readings[1:]), first]
         for reading, end in zip(readings, ends, strict=True):
+            if not reading.tokenizer:
+                uncounted[f"those before sample {end}, about which the checkpoint does not say what they are"] = None
             orders = reading.splits.get("train", ())
             for order, begin, finish in zip(orders, drawn(orders, reading.first_sample), drawn(orders, end), strict=True):
-                found = self.sources_of(order) if begin < finish else []
-                if begin < finish and not found and any(Path(source.prefix).name == order.corpus for source in self._sources):
-                    unknown[order.corpus] = None
-                for source in found:
+                if begin == finish:
+                    continue
+                why_not = self._why_uncounted(order)
+                if why_not is not None:
+                    uncounted[f"those of {order.corpus}, {why_not}"] = None
+                    continue
+                for source in self.sources_of(order):
                     read[source.prefix].append(ReadTokens(source, order, begin, finish))
         again = counted = 0
         for number in np.unique(np.linspace(first, stop - 1, min(stop - first, COUNTED_SAMPLES), dtype=np.int64)).tolist():
@@ -86,7 +93,7 @@ class EarlierDocuments:
             for tokens in read[source.prefix]:
                 were_read |= tokens.contain(documents, offsets)
             again, counted = again + int(were_read.sum()), counted + len(documents)
-        return Again(again, counted, tuple(unknown))
+        return Again(again, counted, tuple(uncounted))
 
     def moved(self, then: Reading, here: Reading, *, from_split: str, to_split: str) -> int:
         """How many documents of from_split in `then` are of to_split in `here`, without those that were of both before."""
@@ -100,6 +107,17 @@ class EarlierDocuments:
                 is_moved = any(first in other.documents for other in now) and not any(first in other.documents for other in before)
                 count += (stop - first) * (first in order.documents and is_moved)
         return count
+
+    def _why_uncounted(self, order: CorpusOrder) -> str | None:
+        if not self.sources_of(order):
+            is_replaced = any(Path(source.prefix).name == order.corpus for source in self._sources)
+            return "whose earlier documents are not there" if is_replaced else None
+        epochs = plan_epochs(order.token_count, sample_count=order.sample_count, seq_length=order.seq_length)
+        try:
+            check_room(3 * needed_bytes(epochs, len(order.documents)), epochs.sample_count, order.corpus, "train")
+        except ValueError:
+            return "whose earlier order takes more memory than this machine has left"
+        return None
 
     def _begins_with(self, source: IndexedDataset, order: CorpusOrder) -> bool:
         if len(source) != order.document_count and (len(source) < order.document_count or Path(source.prefix).name != order.corpus):

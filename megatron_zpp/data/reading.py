@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import SPLITS
 from megatron_zpp.config.outside import Members
+from megatron_zpp.config.sample_lengths import merged
 from megatron_zpp.data.epochs import Epochs, plan_epochs
 
 
@@ -91,6 +92,12 @@ def readings_of(found: Members) -> tuple[Reading, ...]:
     if starts[:1] != [0] or starts != sorted(set(starts)):
         found.refuse("readings", "a list of readings that begin at sample 0 and at ever later samples")
     return readings
+
+
+def samples_by_length(readings: Sequence[Reading], consumed_samples: int) -> tuple[tuple[int, int], ...]:
+    """How many of the consumed samples had how many tokens each, in order."""
+    ends = [*(reading.first_sample for reading in readings[1:]), consumed_samples]
+    return merged((end - reading.first_sample, reading.seq_length) for reading, end in zip(readings, ends, strict=False))
 
 
 def _reading_of(found: Members) -> Reading:

@@ -1,11 +1,11 @@
-"""How often the training of a run reads the same tokens, in words (no torch)."""
+"""How often a run reads the same tokens, in words (no torch)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megatron_zpp.config.counted import counted
-from megatron_zpp.data.split_corpora import SplitCorpus
+from megatron_zpp.data.split_corpora import SPLIT_WORDS, SplitCorpus
 
 # Up to four times a text teaches almost as much as new text would (Muennighoff et al. 2023, arXiv 2305.16264).
 HARMLESS_TIMES = 4
@@ -13,14 +13,19 @@ SAID_TIMES = 1.005  # from which on the number is not printed as 1
 MOST_NAMES = 8
 
 
-def repetition(used: Sequence[tuple[SplitCorpus, float]], sample_count: int, seq_length: int) -> list[str]:
-    """A line if training reads its tokens more than once, and a line with the corpora of a blend that it reads more than HARMLESS_TIMES.
+def repetition(
+    used: Sequence[tuple[SplitCorpus, float]], sample_count: int, seq_length: int, split_name: str = "train", set_name: str = ""
+) -> list[str]:
+    """A line if tokens are read more than once, and a line with the corpora of a blend that are read more than HARMLESS_TIMES.
 
-    used: corpora that have tokens to train on, each with its weight in the blend. sample_count: samples that training reads.
+    used: corpora that have tokens in the split, each with its weight in the blend. sample_count: samples that training, or one evaluation
+    of validation or test data, reads. set_name: of a validation set that is one of several.
     """
-    tokens = {corpus.prefix: corpus.token_count("train") for corpus, _ in used}  # a blend may name a corpus twice
+    data = f"{SPLIT_WORDS[split_name]} data" + (f" {set_name}" if set_name else "")
+    read = "read" if split_name == "train" else "read by each evaluation"
+    tokens = {corpus.prefix: corpus.token_count(split_name) for corpus, _ in used}  # a blend may name a corpus twice
     times = sample_count * seq_length / sum(tokens.values())
-    lines = [f"training data: {counted(sum(tokens.values()), 'token')}, read {_in_words(times)}"] if times >= SAID_TIMES else []
+    lines = [f"{data}: {counted(sum(tokens.values()), 'token')}, {read} {_in_words(times)}"] if times >= SAID_TIMES else []
     weights = dict.fromkeys(tokens, 0.0)
     for corpus, weight in used:
         weights[corpus.prefix] += weight
@@ -28,7 +33,7 @@ def repetition(used: Sequence[tuple[SplitCorpus, float]], sample_count: int, seq
     often = [f"{prefix} {_in_words(read)}" for prefix, read in reads.items() if read > HARMLESS_TIMES]
     if len(tokens) > 1 and often:
         more = [f"{len(often) - MOST_NAMES} more"] * (len(often) > MOST_NAMES)
-        lines.append(f"training data, read more than {HARMLESS_TIMES} times: {', '.join(often[:MOST_NAMES] + more)}")
+        lines.append(f"{data}, {read} more than {HARMLESS_TIMES} times: {', '.join(often[:MOST_NAMES] + more)}")
     return lines
 
 

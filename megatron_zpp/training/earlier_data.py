@@ -55,9 +55,7 @@ def data_notices(config: Config, stored: StoredRun, here: Reading, datasets: Dat
             lines.append(f"WARNING: {moved} training documents of the checkpoint's run are {SPLIT_WORDS[split]} documents now")
         reasons = then.differences(here, split)
         if reasons:
-            lines.append(
-                f"WARNING: the {SPLIT_WORDS[split]} data have changed ({_some(reasons)}): its losses do not compare with earlier ones"
-            )
+            lines.append(f"WARNING: the {SPLIT_WORDS[split]} data have changed ({_some(reasons)}): losses are not comparable")
     if then.tokenizer != here.tokenizer:
         lines.append(f"WARNING: the checkpoint's run had another tokenizer: {then.tokenizer} there and {here.tokenizer} here")
     return lines
@@ -69,8 +67,7 @@ def _in_words(again: Again, here: Reading, end: int) -> str:
         found = f"of the {all_tokens} tokens that are read from here on, {again.tokens} were read before"
     else:
         found = f"of the {all_tokens} tokens that are read from here on, about {again.tokens / again.counted_tokens:.1%} were read before"
-    unknown = f"; without those of {_some(again.unknown)}, whose earlier documents are not there" if again.unknown else ""
-    return found + unknown
+    return found + (f"; not counted: {_some(again.uncounted)}" if again.uncounted else "")
 
 
 def _some(words: list[str] | tuple[str, ...]) -> str:

@@ -14,9 +14,9 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.flag import LARGEST_LENGTH
 from megatron_zpp.config.outside import Members, OutsideFile
-from megatron_zpp.config.sample_lengths import SampleLengths, merged
+from megatron_zpp.config.sample_lengths import SampleLengths
 from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, PrecisionConfig, TrainingConfig, ZeroConfig
-from megatron_zpp.data.reading import Reading, readings_of
+from megatron_zpp.data.reading import Reading, readings_of, samples_by_length
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
@@ -62,9 +62,7 @@ class StoredRun:
     @property
     def earlier_samples(self) -> tuple[tuple[int, int], ...]:
         """The samples that the resumed run has consumed when it begins: how many had how many tokens each, in order."""
-        readings = self.readings
-        ends = [*(reading.first_sample for reading in readings[1:]), self.consumed_samples]
-        return merged((end - reading.first_sample, reading.seq_length) for reading, end in zip(readings, ends, strict=False))
+        return samples_by_length(self.readings, self.consumed_samples)
 
     def progress(self, ordered_samples: int) -> Progress:
         """Where the resumed run begins. ordered_samples: of the training data that it puts in order."""

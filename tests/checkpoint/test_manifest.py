@@ -38,6 +38,32 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / MARKER_FILE).write_text(marker_json(text))
 
 
+ORDER = {
+    "corpus": "corpus",
+    "lengths_sha256": "0" * 64,
+    "document_count": 8,
+    "first_document": 0,
+    "stop_document": 8,
+    "token_count": 100,
+    "sample_count": 3,
+    "seq_length": 32,
+    "seed": 1,
+    "share": 1.0,
+}
+READING: dict[str, Any] = {"first_sample": 0, "seq_length": 32, "tokenizer": "any", "splits": {"train": [ORDER]}}
+
+
+def read(members: dict[str, Any], **values: object) -> None:
+    """Makes the manifest one of a run that has read samples of 32 tokens."""
+    tokens = 32 * members["consumed_samples"]
+    members["run"].update(consumed_tokens=tokens, scheduled_tokens=tokens, readings=[{**READING, **values}])
+
+
+def test_a_manifest_may_say_what_its_run_has_read(folder: Path) -> None:
+    rewrite(folder, read)
+    assert read_manifest(folder).run["readings"] == [READING]
+
+
 def test_a_manifest_reads_back_as_it_was_written(folder: Path) -> None:
     manifest = read_manifest(folder)
     assert manifest.to_json() == (folder / MANIFEST_FILE).read_text()
@@ -137,6 +163,26 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
         ),
         (lambda members: members.update(flags=[]), "flags must be an object, not []"),
         (lambda members: members.update(flags={"optimizer": "x"}), 'flags.optimizer must be an object, not "x"'),
+        (lambda members: members["run"].update(readings=[]), "run.readings must be a list of readings that begin at sample 0"),
+        (lambda members: read(members, first_sample=1), "run.readings must be a list of readings that begin at sample 0"),
+        (lambda members: read(members, seq_length=0), "run.readings[0].seq_length must be a whole number from 1 to 2^63 - 1, not 0"),
+        (lambda members: read(members, splits={"training": []}), "has the unknown key run.readings[0].splits.training"),
+        (lambda members: read(members, splits={"train": [{}]}), "lacks run.readings[0].splits.train[0].document_count"),
+        (lambda members: read(members, splits={"train": [ORDER | {"share": "all"}]}), "train[0].share must be a finite number"),
+        (
+            lambda members: read(members, splits={"train": [ORDER | {"token_count": 0}]}),
+            "train[0].token_count must be a whole number from 1",
+        ),
+        (lambda members: read(members, splits={"train": [ORDER | {"stop_document": 9}]}), "stop_document must be at least first_document"),
+        (lambda members: (read(members), members.update(consumed_samples=6)), "run.consumed_tokens must be 192, the tokens in the samples"),
+        (
+            lambda members: (read(members), members["run"].update(scheduled_tokens=32 * members["consumed_samples"] + 1)),
+            "run.scheduled_tokens must be at most the",
+        ),
+        (
+            lambda members: (read(members), members["run"]["readings"].append({**READING, "first_sample": 2**40})),
+            "run.readings must be readings that begin before sample",
+        ),
         (lambda members: members.pop("shapes"), "shapes"),
         (lambda members: members.update(unknown=1), "unknown"),
     ],

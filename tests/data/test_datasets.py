@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,10 @@ def test_three_splits_equal_megatrons(tmp_path: Path) -> None:
     for name, dataset in (("train", datasets.train), ("valid", datasets.valid[""]), ("test", datasets.test)):
         assert dataset is not None
         assert (len(dataset), dataset[0]["tokens"].tolist()) == (golden[name]["length"], golden[name]["first"])
-    assert datasets.messages == ("training data: 43 tokens, read 1.12 times",)
+    assert datasets.messages == (
+        "test data: 6 tokens, read by each evaluation 1.33 times",
+        "training data: 43 tokens, read 1.12 times",
+    )
 
 
 def test_fifteen_documents_at_the_default_split_train_and_say_what_is_empty(tmp_path: Path) -> None:
@@ -64,6 +68,25 @@ def test_a_run_says_how_often_it_reads_its_tokens_if_more_than_once(tmp_path: Pa
     )
     twice = build(DataConfig(train_data_path=("1", small, "1", small)), (50, 0, 0), seq_length=4).messages
     assert "training data: 20 tokens, read 10 times" in twice
+
+
+def test_held_out_data_that_an_evaluation_reads_more_than_once_are_named(tmp_path: Path) -> None:
+    train, short, small = (write_corpus(tmp_path, [[1] * length], name=f"of_{length}") for length in (4000, 3, 20))
+    counts = (5, 40, 10)  # 4 evaluations of 10 samples, 40 tokens each
+
+    def said(seq_length: int = 4, **data: Any) -> tuple[str, ...]:
+        return build(DataConfig(train_data_path=(train,), **data), counts, seq_length=seq_length).messages
+
+    assert said(valid_data_path=(train,), test_data_path=(train,)) == ()
+    shorter_than_a_sample = said(valid_data_path=(short,), test_data_path=(small,))
+    assert shorter_than_a_sample == (
+        "validation data: 3 tokens, read by each evaluation 13 times",
+        "test data: 20 tokens, read by each evaluation 2 times",
+    )
+    blend = said(valid_data_path=("1", short, "1", train))
+    assert blend == (f"validation data, read by each evaluation more than 4 times: {short} 6.67 times",)
+    separate = said(valid_data_path=(short, train), multiple_validation_sets=True)
+    assert separate == ("validation data of_3: 3 tokens, read by each evaluation 13 times",)
 
 
 def test_samples_that_are_only_put_in_order_are_not_counted_as_read(tmp_path: Path) -> None:
@@ -111,7 +134,7 @@ def test_other_requests_never_meet_each_others_cache(tmp_path: Path, split: str,
 def test_an_unwritable_place_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     data = DataConfig(data_path=(write_golden_corpus(tmp_path),), split="80,10,10", data_cache_path=str(tmp_path / "file" / "cache"))
-    datasets = build(data, counts=(5, 3, 1))
+    datasets = build(data, counts=(5, 3, 0))
     assert len(datasets.messages) == 1
     assert "built in memory" in datasets.messages[0]
 

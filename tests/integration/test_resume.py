@@ -15,6 +15,7 @@ from test_bad_input import entry_and_output
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, marker_json, read_manifest
 
 SAVED_AT, END = 4, 7
+WARNING = "WARNING: the training data or their order have changed "
 
 
 @pytest.fixture
@@ -53,22 +54,42 @@ def test_a_checkpoint_of_one_world_and_stage_goes_on_in_another_within_fp32_roun
     assert [loss for loss, _ in losses(parts)] == pytest.approx([loss for loss, _ in losses(whole)], rel=1e-6)
 
 
-def test_a_smaller_batch_goes_on_in_the_order_of_the_checkpoint_and_a_longer_run_says_what_may_come_again(
+def test_a_smaller_batch_goes_on_in_the_order_of_the_checkpoint_and_a_longer_run_says_what_comes_again(
     ranks: RankPool, tmp_path: Path, corpus: Path
 ) -> None:
     saved, again = tmp_path / "saved", tmp_path / "again"
     pretrain(ranks, 1, 2, f"{flags(corpus, '', 0)} --save {saved} --exit-interval {SAVED_AT}", tmp_path / "whole.jsonl")
     assert read_manifest(saved / "iter_0000004").run["ordered_samples"] == 16 * END
-    lengths = {7: False, 10: False, 11: True}  # 7: shorter than before, 10: as many samples as before, 11: more
+    lengths = {7: False, 10: False, 19: True}  # 7: shorter than before, 10: as many samples as before, 19: a third epoch
     found = []
     for length, is_longer in lengths.items():
         smaller = f"{flags(corpus, '', 0)} --global-batch-size 8 --train-iters {length} --load {saved} --save {again}"
         log = tmp_path / f"{length}.jsonl"
         ((code, output),) = ranks.run(1, 1, entry_and_output, [*TINY, *smaller.split(), "--log-jsonl", str(log)])
-        assert code == 0 and ("samples are shuffled anew, so some may come again" in output) == is_longer
+        assert code == 0 and (WARNING in output) == is_longer
+        assert not is_longer or "corpus has 112 samples in order there and 184 here): of the 1920 tokens that are read from here" in output
         found.append(losses([json.loads(line) for line in log.read_text().splitlines()])[: END - SAVED_AT])
-        assert read_manifest(again / f"iter_{length:07d}").run["ordered_samples"] == (120 if is_longer else 16 * END)
+        assert read_manifest(again / f"iter_{length:07d}").run["ordered_samples"] == (184 if is_longer else 16 * END)
     assert found[0] == found[1]
+
+
+def test_a_run_with_longer_samples_counts_the_tokens_of_the_shorter_ones_and_keeps_the_words_about_its_data(
+    ranks: RankPool, tmp_path: Path, corpus: Path
+) -> None:
+    common = f"--data-path {corpus} --split 80,10,10 --tokenizer-type NullTokenizer --global-batch-size 4 --eval-iters 1"
+    common += f" --max-position-embeddings 32 --train-tokens 1024 --lr-warmup-tokens 768 --save {tmp_path / 'saved'}"
+    pretrain(ranks, 1, 1, f"{common} --exit-interval 8", tmp_path / "short.jsonl")
+    longer = f"{common} --load {tmp_path / 'saved'} --seq-length 32 --log-jsonl {tmp_path / 'long.jsonl'}"
+    ((code, output),) = ranks.run(1, 1, entry_and_output, [*TINY, *longer.split()])
+    records = [json.loads(line) for line in (tmp_path / "long.jsonl").read_text().splitlines()]
+    steps = [(record["iteration"], record["consumed_tokens"]) for record in records if "consumed_tokens" in record]
+    assert code == 0 and steps == [(9, 640), (10, 768), (11, 896), (12, 1024)]
+    short = [json.loads(line) for line in (tmp_path / "short.jsonl").read_text().splitlines()]
+    rates = [record["learning_rate"] for record in [*short, *records] if "learning_rate" in record]
+    assert rates[:11] == pytest.approx([rates[1] * tokens / 64 for tokens in [*range(0, 513, 64), 640, 768]])
+    assert f"{WARNING}(corpus has samples of 16 tokens there and 32 here): of the 512 tokens that are read from here on, " in output
+    readings = read_manifest(tmp_path / "saved" / "iter_0000012").run["readings"]
+    assert [(reading["first_sample"], reading["seq_length"]) for reading in readings] == [(0, 16), (32, 32)]
 
 
 def test_a_dynamic_loss_scale_does_not_start_from_the_constant_one_of_another_precision(
