@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +14,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_zpp.checkpoint.hf.layouts import layout_of_type
-from megatron_zpp.checkpoint.hf.rules import HEAD
+from megatron_zpp.checkpoint.hf.rules import HEAD, Buffer
 from megatron_zpp.config.outside import Members, OutsideFile, open_regular
+from megatron_zpp.config.schema import ModelConfig
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 READ_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# Members of config.json that the layouts read, by kind.
-COUNT_KEYS = frozenset(
-    """
-    hidden_size intermediate_size head_dim max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads vocab_size
-    sliding_window n_embd n_head n_inner n_layer n_positions
-    """.split()
-)
-NUMBER_KEYS = frozenset(
-    """
-    attention_dropout attn_pdrop initializer_range layer_norm_epsilon resid_pdrop rms_norm_eps rope_theta
-    factor high_freq_factor low_freq_factor original_max_position_embeddings
-    """.split()
-)
-SWITCH_KEYS = frozenset("attention_bias mlp_bias tie_word_embeddings use_sliding_window".split())
-SCALING_KEYS = frozenset({"rope_parameters", "rope_scaling"})
+ADAPTER_FILE = "adapter_config.json"
+COMPARED_NUMEL = 1 << 22  # of two tensors at a time
 
 
 class HfFolder:
@@ -44,91 +34,131 @@ class HfFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = _read_config(folder / "config.json")
+        self.config = _read_json(folder / "config.json", "copy it again, correct it, or choose another model.")
         self.layout = layout_of_type(self.config)
         self._file_of = self._read_places()
 
-    def check_names(self, names: Sequence[str]) -> None:
-        """Raises ValueError unless the folder has exactly the tensors of these names, apart from buffers and the copy of a tied head."""
+    def check_tensors(self, names: Sequence[str], model: ModelConfig) -> None:
+        """Raises ValueError unless the folder has the tensors of these names, and beside them only what the model has no need of.
+
+        That is a tied head with the values of the embedding, and buffers with the values that config.json gives them.
+        """
         missing = [name for name in names if self._stored(name) not in self._file_of]
         if missing:
             raise ValueError(f"{self.folder} has no tensor {missing[0]}, which its config.json requires.")
-        wanted = {self._stored(name) for name in names}
-        left = [name for name in self._file_of.keys() - wanted if not name.endswith(self.layout.ignored) and name != HEAD]
+        buffers: list[tuple[str, Buffer]] = []
+        left = []
+        for name in sorted(self._file_of.keys() - {self._stored(name) for name in names} - {HEAD}):
+            found = [buffer for buffer in self.layout.buffers if name.endswith(buffer.ending)]
+            buffers += [(name, buffer) for buffer in found]
+            left += [] if found else [name]
         if left:
-            raise ValueError(f"{self.folder} has tensors that its config.json does not describe: {', '.join(sorted(left)[:5])}.")
+            raise ValueError(f"{self.folder} has tensors that its config.json does not describe: {', '.join(left[:5])}.")
+        for name, buffer in buffers:
+            self._check_buffer(name, buffer, model)
+        if HEAD in self._file_of and HEAD not in names:
+            self._check_tied_head()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of this name in fp32. Raises ValueError if it has another shape or dtype than is read."""
         stored = self._stored(name)
-        path = self.folder / self._file_of[stored]
-        check_regular(path)
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(stored)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({error}).") from error
+        path = self._path_of(stored)
+        with _opened(path) as file:
+            tensor: Tensor = file.get_tensor(stored)
         if tensor.shape != shape:
             raise ValueError(f"{stored} in {path} has shape {tuple(tensor.shape)}, config.json says {shape}.")
-        if tensor.dtype not in READ_DTYPES:
-            raise ValueError(f"{stored} in {path} is in {tensor.dtype}; save the model in fp16, bf16 or fp32 to import it.")
-        return tensor.float()
+        return _in_fp32(tensor, stored, path)
+
+    def _check_buffer(self, name: str, buffer: Buffer, model: ModelConfig) -> None:
+        path = self._path_of(name)
+        with _opened(path) as file:
+            if not buffer.holds(model, file.get_tensor(name)):
+                raise ValueError(f"{name} in {path} must be {buffer.rule}; copy the model again, or correct its config.json.")
+
+    def _check_tied_head(self) -> None:
+        """Raises ValueError unless the head has the values of the embedding."""
+        names = (HEAD, self._stored(self.layout.embedding))
+        paths = [self._path_of(name) for name in names]
+        with _opened(paths[0]) as first, _opened(paths[1]) as second:
+            head, embedding = (file.get_slice(name) for file, name in zip((first, second), names, strict=True))
+            shapes = [tuple(tensor.get_shape()) for tensor in (head, embedding)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"{HEAD} in {paths[0]} has shape {shapes[0]}, and {names[1]}, to which config.json ties it, has {shapes[1]}; "
+                    "copy the model again."
+                )
+            rows = max(1, COMPARED_NUMEL // max(1, math.prod(shapes[0][1:])))
+            largest = torch.zeros(())
+            for start in range(0, shapes[0][0], rows):
+                parts = [tensor[start : start + rows] for tensor in (head, embedding)]
+                values = [_in_fp32(*found) for found in zip(parts, names, paths, strict=True)]
+                largest = torch.maximum(largest, (values[0] - values[1]).abs().max())
+        if largest != 0:
+            raise ValueError(
+                f"{HEAD} in {paths[0]} differs from {names[1]} by up to {largest:g}, and config.json ties them; set tie_word_embeddings to "
+                "false in config.json to import both."
+            )
+
+    def _path_of(self, stored: str) -> Path:
+        return self.folder / self._file_of[stored]
 
     def _stored(self, name: str) -> str:
         """The name in the files: without the prefix if the model was saved without its head."""
         return name if name in self._file_of else name.removeprefix(self.layout.prefix)
 
     def _read_places(self) -> dict[str, str]:
-        if (self.folder / INDEX_FILE).exists():
-            places = _read_json(self.folder / INDEX_FILE).members("weight_map")
-            for name in places.values:
-                if places.text(name) != Path(places.text(name)).name:
-                    places.refuse(name, "the name of a file in the folder")
-            return dict(places.values)
-        path = self.folder / SINGLE_FILE
+        """The file of each tensor. Raises ValueError for files of more than one model, and for tensors that the index does not name."""
+        if (self.folder / ADAPTER_FILE).exists():
+            raise ValueError(
+                f"{self.folder} holds {ADAPTER_FILE}, and weights without its adapter; merge the adapter into the model and save that, or "
+                "delete the file."
+            )
+        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
+        if not index.exists():
+            return dict.fromkeys(self._names_in_single(single), SINGLE_FILE)
+        if single.exists():
+            raise ValueError(f"{self.folder} holds {SINGLE_FILE} and {INDEX_FILE}, which are two models; delete one of them.")
+        places = _read_json(index, "copy it again.").members("weight_map")
+        for name in places.values:
+            if places.text(name) != Path(places.text(name)).name:
+                places.refuse(name, "the name of a file in the folder")
+        for file in sorted(set(places.values.values())):
+            with _opened(self.folder / file) as opened:
+                other = set(opened.keys()) ^ {name for name, place in places.values.items() if place == file}
+            if other:
+                raise ValueError(f"only one of {self.folder / file} and {INDEX_FILE} has {min(other)}; copy the model again.")
+        return dict(places.values)
+
+    def _names_in_single(self, path: Path) -> list[str]:
         if not path.exists():
             raise ValueError(
                 f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickled files (.bin) are never opened, save the model as "
                 "safetensors first."
             )
-        check_regular(path)
-        try:
-            with safe_open(path, framework="pt") as file:
-                return dict.fromkeys(file.keys(), SINGLE_FILE)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({error}).") from error
+        with _opened(path) as file:
+            return list(file.keys())
 
 
-def _read_json(path: Path) -> Members:
+def _read_json(path: Path, remedy: str) -> Members:
     # Members that are not used here may be numbers of any kind.
-    return OutsideFile(path, str(path), "copy it again.").members(has_any_numbers=True)
+    return OutsideFile(path, str(path), remedy).members(has_any_numbers=True)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """The object in config.json, whose members that are read here have the kinds that they should. None stands for a default."""
-    found = _read_json(path)
-    config = {key: value for key, value in found.values.items() if value is not None}
-    for key in config:
-        if key in COUNT_KEYS:
-            found.positive_count(key)
-        elif key in NUMBER_KEYS:
-            found.number(key)
-        elif key in SWITCH_KEYS:
-            found.switch(key)
-        elif key in SCALING_KEYS:
-            _check_scaling(found.members(key))
-    return dict(found.values)
+def _in_fp32(tensor: Tensor, name: str, path: Path) -> Tensor:
+    if tensor.dtype not in READ_DTYPES:
+        raise ValueError(f"{name} in {path} is in {tensor.dtype}; save the model in fp16, bf16 or fp32 to import it.")
+    return tensor.float()
 
 
-def _check_scaling(scaling: Members) -> None:
-    for key in NUMBER_KEYS & scaling.values.keys():
-        if scaling.values[key] is not None:
-            scaling.number(key)
-
-
-def check_regular(path: Path) -> None:
-    """Raises ValueError for a file that is missing, or that is not a regular file: the library that reads tensors would wait for a pipe."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file of tensors. Raises ValueError if it, or something in it, cannot be read."""
     try:
-        os.close(open_regular(path))
+        os.close(open_regular(path))  # the library that reads tensors would wait for a pipe
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); copy it again.") from None
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}).") from error

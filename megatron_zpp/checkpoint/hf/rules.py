@@ -34,6 +34,18 @@ class HfTensor:
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """A tensor that is not imported, because config.json alone determines it.
+
+    ending: of its name. rule: what it is, in words. holds: whether a tensor is that for a model.
+    """
+
+    ending: str
+    rule: str
+    holds: Callable[[ModelConfig, Tensor], bool]
+
+
+@dataclass(frozen=True)
 class TensorRule:
     """One of our parameters, and the tensors of Hugging Face that hold its values.
 
