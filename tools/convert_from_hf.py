@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     # The number of rows is recorded, because a tokenizer with fewer ids would lead to fewer rows.
     model = replace(model, make_vocab_size_divisible_by=args.make_vocab_size_divisible_by, padded_vocab_size=padded)
     rule_of = {rule.parameter: rule for rule in source.layout.rules(model, vocab_size, padded)}
-    source.check_tensors([tensor.name for rule in rule_of.values() for tensor in rule.hf_tensors], model)
+    source.check_tensors([tensor for rule in rule_of.values() for tensor in rule.hf_tensors], model)
 
     def weight_of(name: str) -> Tensor:
         rule = rule_of[name]

@@ -385,7 +385,7 @@ def check_folder(folder: Path) -> None:
     """Raises what the tool would raise before it reads weights."""
     source = HfFolder(folder)
     model = source.layout.model_config(source.config)
-    source.check_tensors([tensor.name for rule in source.layout.rules(model, VOCAB, PADDED) for tensor in rule.hf_tensors], model)
+    source.check_tensors([tensor for rule in source.layout.rules(model, VOCAB, PADDED) for tensor in rule.hf_tensors], model)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Qwen3"])
@@ -394,7 +394,7 @@ def test_a_head_that_the_config_ties_is_refused_unless_it_is_the_embedding_and_a
 ) -> None:
     import transformers
 
-    monkeypatch.setattr("megatron_zpp.checkpoint.hf.folder.COMPARED_NUMEL", 100)  # a few rows
+    monkeypatch.setattr("megatron_zpp.checkpoint.hf.rules.COMPARED_NUMEL", 100)  # a few rows
     architecture, changes = MODELS[name]
     folder = exported(tmp_path, randomized(**changes), monkeypatch)
     embedding = "transformer.wte.weight" if name == "GPT-2" else "model.embed_tokens.weight"
@@ -418,7 +418,7 @@ def test_a_head_that_the_config_ties_is_refused_unless_it_is_the_embedding_and_a
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda head: torch.cat([head, head[:1]]), f"has shape ({VOCAB + 1}, 24), and transformer.wte.weight"),
+        (lambda head: torch.cat([head, head[:1]]), f"has shape ({VOCAB + 1}, 24), config.json says ({VOCAB}, 24)"),
         (lambda head: head.index_fill(0, torch.tensor(7), torch.nan), "differs from transformer.wte.weight by up to nan"),
         (lambda head: head.bfloat16(), "differs from transformer.wte.weight by up to 0.00"),
         (lambda head: head.char(), "is in torch.int8"),

@@ -270,6 +270,72 @@ def test_a_difference_between_tensor_ranks_is_named_and_the_first_one_is_taken(
     assert "WARNING: 1 parameter differs between tensor ranks; taken from rank 0: final.norm.weight" in capsys.readouterr().out
 
 
+def changed(source: Path, pattern: str, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The checkpoint after a change of the files of this pattern."""
+    for path in source.rglob(pattern):
+        saved = torch.load(path, weights_only=False)
+        change(saved)
+        torch.save(saved, path)
+    return source
+
+
+def legacy_with_tied_head(folder: Path, model: GPT, head: Tensor) -> Path:
+    """As Megatron-LM before the core: the last stage has the copy under a name of its own."""
+    source = write_legacy(folder, model, names=old_names, version=2)
+    return changed(source, "model_optim_rng.pt", lambda saved: saved["model"].update(word_embeddings_for_head={"weight": head}))
+
+
+def stages_with_tied_head(folder: Path, model: GPT, head: Tensor, name: str = "output_layer.weight") -> Path:
+    def change(saved: dict[str, Any]) -> None:
+        if saved["model1"].pop("output_layer.weight", None) is not None:
+            saved["model1"][name] = head
+
+    return changed(write_pipeline(folder, model), "mp_rank_00_001/model_optim_rng.pt", change)
+
+
+def deepspeed_pipeline_with_tied_head(folder: Path, model: GPT, head: Tensor) -> Path:
+    """Beside the copy there are positions, which the head does not use, and which are not trained there."""
+    last = f"layer_{model.config.num_layers + 3:02d}-model_00-model_states.pt"
+    positions = torch.zeros_like(model.embedding.position.weight)
+    change = {"word_embeddings.weight": head, "position_embeddings.weight": positions}
+    return changed(write_deepspeed(folder, model, kind="pipeline"), last, lambda saved: saved.update(change))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        legacy_with_tied_head,
+        stages_with_tied_head,
+        partial(stages_with_tied_head, name="embedding.word_embeddings.weight"),
+        deepspeed_pipeline_with_tied_head,
+    ],
+)
+def test_a_tied_head_is_left_out_if_it_is_the_embedding_and_refused_if_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Writer
+) -> None:
+    monkeypatch.setattr("megatron_zpp.checkpoint.hf.rules.COMPARED_NUMEL", 100)  # a few rows
+    model = random_model(num_layers=4, **GPT2)
+    head = model.embedding.word.weight.detach().clone()
+    source = write(tmp_path / "megatron", model, head)
+    assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
+    head[ROWS - 1, 2] += 1.5
+    message = refusal(monkeypatch, capsys, write(tmp_path / "other", model, head))
+    assert "word_embeddings.weight in " in message and "to which it is tied, by up to 1.5; copy the whole checkpoint again" in message
+    message = refusal(monkeypatch, capsys, write(tmp_path / "shorter", model, head[1:].clone()))
+    assert f"has shape ({ROWS - 1}, 24), and " in message
+
+
+def test_a_parameter_that_two_pipeline_ranks_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = random_model(num_layers=4, **GPT2)
+    gain = {"decoder.final_layernorm.weight": torch.ones(24)}
+    source = changed(
+        write_pipeline(tmp_path / "megatron", model), "mp_rank_00_000/model_optim_rng.pt", lambda saved: saved["model0"].update(gain)
+    )
+    assert "is also decoder.final_layernorm.weight in " in refusal(monkeypatch, capsys, source)
+
+
 @pytest.mark.parametrize(
     "name, finding",
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_zpp.checkpoint.hf.layouts import layout_of_type
-from megatron_zpp.checkpoint.hf.rules import HEAD, Buffer
+from megatron_zpp.checkpoint.hf.rules import HEAD, Buffer, HfTensor, compared_rows, largest_difference
 from megatron_zpp.config.outside import Members, OutsideFile, open_regular
 from megatron_zpp.config.schema import ModelConfig
 
@@ -23,7 +22,6 @@ SINGLE_FILE = "model.safetensors"
 READ_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 ADAPTER_FILE = "adapter_config.json"
-COMPARED_NUMEL = 1 << 22  # of two tensors at a time
 
 
 class HfFolder:
@@ -38,36 +36,43 @@ class HfFolder:
         self.layout = layout_of_type(self.config)
         self._file_of = self._read_places()
 
-    def check_tensors(self, names: Sequence[str], model: ModelConfig) -> None:
-        """Raises ValueError unless the folder has the tensors of these names, and beside them only what the model has no need of.
+    def check_tensors(self, tensors: Sequence[HfTensor], model: ModelConfig) -> None:
+        """Raises ValueError unless the folder has these tensors, and beside them only what the model has no need of.
 
         That is a tied head with the values of the embedding, and buffers with the values that config.json gives them.
         """
-        missing = [name for name in names if self._stored(name) not in self._file_of]
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        missing = [name for name in shapes if self._stored(name) not in self._file_of]
         if missing:
             raise ValueError(f"{self.folder} has no tensor {missing[0]}, which its config.json requires.")
-        buffers: list[tuple[str, Buffer]] = []
-        left = []
-        for name in sorted(self._file_of.keys() - {self._stored(name) for name in names} - {HEAD}):
-            found = [buffer for buffer in self.layout.buffers if name.endswith(buffer.ending)]
-            buffers += [(name, buffer) for buffer in found]
-            left += [] if found else [name]
+        others = sorted(self._file_of.keys() - {self._stored(name) for name in shapes} - {HEAD})
+        buffer_of = {name: buffer for name in others for buffer in self.layout.buffers if name.endswith(buffer.ending)}
+        left = [name for name in others if name not in buffer_of]
         if left:
             raise ValueError(f"{self.folder} has tensors that its config.json does not describe: {', '.join(left[:5])}.")
-        for name, buffer in buffers:
+        for name, buffer in buffer_of.items():
             self._check_buffer(name, buffer, model)
-        if HEAD in self._file_of and HEAD not in names:
-            self._check_tied_head()
+        if HEAD in self._file_of and HEAD not in shapes:
+            self._check_tied_head(shapes[self.layout.embedding])
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of this name in fp32. Raises ValueError if it has another shape or dtype than is read."""
-        stored = self._stored(name)
+        (whole,) = self._parts(self._stored(name), shape, shape[0])
+        return whole
+
+    def _parts(self, stored: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
+        """The tensor in parts of so many rows, in fp32."""
         path = self._path_of(stored)
         with _opened(path) as file:
-            tensor: Tensor = file.get_tensor(stored)
-        if tensor.shape != shape:
-            raise ValueError(f"{stored} in {path} has shape {tuple(tensor.shape)}, config.json says {shape}.")
-        return _in_fp32(tensor, stored, path)
+            whole = file.get_slice(stored)
+            found = tuple(whole.get_shape())
+            if found != shape:
+                raise ValueError(f"{stored} in {path} has shape {found}, config.json says {shape}.")
+            for start in range(0, shape[0], rows):
+                part: Tensor = whole[start : start + rows]
+                if part.dtype not in READ_DTYPES:
+                    raise ValueError(f"{stored} in {path} is in {part.dtype}; save the model in fp16, bf16 or fp32 to import it.")
+                yield part.float()
 
     def _check_buffer(self, name: str, buffer: Buffer, model: ModelConfig) -> None:
         path = self._path_of(name)
@@ -75,28 +80,15 @@ class HfFolder:
             if not buffer.holds(model, file.get_tensor(name)):
                 raise ValueError(f"{name} in {path} must be {buffer.rule}; copy the model again, or correct its config.json.")
 
-    def _check_tied_head(self) -> None:
+    def _check_tied_head(self, shape: tuple[int, ...]) -> None:
         """Raises ValueError unless the head has the values of the embedding."""
         names = (HEAD, self._stored(self.layout.embedding))
-        paths = [self._path_of(name) for name in names]
-        with _opened(paths[0]) as first, _opened(paths[1]) as second:
-            head, embedding = (file.get_slice(name) for file, name in zip((first, second), names, strict=True))
-            shapes = [tuple(tensor.get_shape()) for tensor in (head, embedding)]
-            if shapes[0] != shapes[1]:
-                raise ValueError(
-                    f"{HEAD} in {paths[0]} has shape {shapes[0]}, and {names[1]}, to which config.json ties it, has {shapes[1]}; "
-                    "copy the model again."
-                )
-            rows = max(1, COMPARED_NUMEL // max(1, math.prod(shapes[0][1:])))
-            largest = torch.zeros(())
-            for start in range(0, shapes[0][0], rows):
-                parts = [tensor[start : start + rows] for tensor in (head, embedding)]
-                values = [_in_fp32(*found) for found in zip(parts, names, paths, strict=True)]
-                largest = torch.maximum(largest, (values[0] - values[1]).abs().max())
+        parts = (self._parts(name, shape, compared_rows(shape)) for name in names)
+        largest = largest_difference(zip(*parts, strict=True))
         if largest != 0:
             raise ValueError(
-                f"{HEAD} in {paths[0]} differs from {names[1]} by up to {largest:g}, and config.json ties them; set tie_word_embeddings to "
-                "false in config.json to import both."
+                f"{HEAD} in {self._path_of(HEAD)} differs from {names[1]} by up to {largest:g}, and config.json ties them; set "
+                "tie_word_embeddings to false in config.json to import both."
             )
 
     def _path_of(self, stored: str) -> Path:
@@ -142,12 +134,6 @@ class HfFolder:
 def _read_json(path: Path, remedy: str) -> Members:
     # Members that are not used here may be numbers of any kind.
     return OutsideFile(path, str(path), remedy).members(has_any_numbers=True)
-
-
-def _in_fp32(tensor: Tensor, name: str, path: Path) -> Tensor:
-    if tensor.dtype not in READ_DTYPES:
-        raise ValueError(f"{name} in {path} is in {tensor.dtype}; save the model in fp16, bf16 or fp32 to import it.")
-    return tensor.float()
 
 
 @contextmanager

@@ -17,12 +17,13 @@ The rows of qkv within a rank, for N heads of D channels (checkpoint_version):
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf.rules import padded_rows
-from megatron_zpp.checkpoint.megatron.source import Source, StoredTensor, layers_of
+from megatron_zpp.checkpoint.hf.rules import compared_rows, largest_difference, padded_rows
+from megatron_zpp.checkpoint.megatron.source import HEAD, WORD, Source, StoredTensor, layers_of
 from megatron_zpp.checkpoint.stored_flags import units_of
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import next_multiple
@@ -30,9 +31,8 @@ from megatron_zpp.config.schema import ModelConfig
 
 VERSIONS = (0, 1, 2, 3)
 FIRST_VERSION_OF_GROUPS = 2
-WORD = "embedding.word.weight"
-HEAD = "final.head.weight"
 VOCABULARY = (WORD, HEAD)
+TIED = "copy the whole checkpoint again, or another one of the run."
 
 
 class Joint(enum.Enum):
@@ -92,8 +92,11 @@ class Joining:
         return [rank[name] for rank in self.source.ranks]
 
     def weight(self, name: str) -> Tensor:
-        """A whole parameter in fp32."""
+        """A whole parameter in fp32. Raises ValueError if it is an embedding, and the checkpoint has a tied head with other values."""
         parts = [self._in_order(name, tensor.read()).float() for tensor in self.parts(name)]
+        if name == WORD and not self.model.untie_embeddings_and_output_weights:
+            for rank, part in zip(self.source.ranks, parts, strict=True):
+                _check_tied_head(rank, part)
         joint = self.joint(name)
         if joint is Joint.COLUMNS:
             return torch.cat(parts, dim=1)
@@ -127,7 +130,6 @@ class Joining:
         self.units = units_of(self.model, self.padded_vocab_size)
         needed = {param.name for unit in self.units for param in unit.params}
         for rank, named in enumerate(self.source.ranks):
-            # The last pipeline rank has a copy of a tied embedding as its head.
             found = named.keys() if self.model.untie_embeddings_and_output_weights else named.keys() - {HEAD}
             if needed != found:
                 missing, left = sorted(needed - found), sorted(found - needed)
@@ -152,3 +154,16 @@ class Joining:
         if whole[cut] % divisor != 0:
             raise ValueError(f"{name} of shape {whole} cannot be divided among {ranks} tensor ranks; copy the whole checkpoint.")
         return (*whole[:cut], whole[cut] // ranks, *whole[cut + 1 :])
+
+
+def _check_tied_head(rank: Mapping[str, StoredTensor], embedding: Tensor) -> None:
+    """Raises ValueError if a tensor rank has a copy of its embedding that is none."""
+    if HEAD not in rank:
+        return
+    head, word = rank[HEAD], rank[WORD]
+    if head.shape != word.shape:
+        raise ValueError(f"{head.where} has shape {head.shape}, and {word.where}, to which it is tied, has {word.shape}; {TIED}")
+    rows = compared_rows(head.shape)
+    largest = largest_difference(zip(head.read().split(rows), embedding.split(rows), strict=True))
+    if largest != 0:
+        raise ValueError(f"{head.where} differs from {word.where}, to which it is tied, by up to {largest:g}; {TIED}")

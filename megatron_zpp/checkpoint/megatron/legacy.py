@@ -15,7 +15,9 @@ from megatron_zpp.checkpoint.megatron.pickled import members_of
 from megatron_zpp.checkpoint.megatron.rank_file import RankFile
 from megatron_zpp.checkpoint.megatron.source import (
     BLOCK,
+    HEAD,
     MODEL_WEIGHTS,
+    WORD,
     Source,
     StoredTensor,
     check_tensor_ranks,
@@ -77,9 +79,12 @@ def _whole_model(stages: Sequence[RankFile]) -> dict[str, StoredTensor]:
     first_layer = 0
     for file, model in _chunks(stages):
         named = named_here(file.tensors(model), str(file.path))
-        chunk = shifted(named, first_layer)
+        for name, tensor in shifted(named, first_layer).items():
+            place = HEAD if name == WORD and WORD in whole else name
+            if place in whole:
+                raise ValueError(f"{tensor.where} is also {whole[place].where}; copy the whole checkpoint of one run.")
+            whole[place] = tensor
         first_layer += layers_of(named)
-        whole = chunk | whole  # the last stage has a copy of a tied embedding
     return whole
 
 
