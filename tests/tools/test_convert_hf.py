@@ -355,6 +355,7 @@ def test_a_gpt2_keeps_its_form_of_gelu(is_exact: bool, name: str) -> None:
         ({"n_positions": 9}, "has shape"),
         ({"n_layer": 3}, "has no tensor transformer.h.2"),
         ({"n_layer": float("nan")}, "config.json: n_layer must be a whole number from 1 to 2^63 - 1, not NaN"),
+        ({"n_embd": None}, "config.json: n_embd must be a whole number from 1 to 2^63 - 1, not null"),
         ({"n_embd": "32"}, 'config.json: n_embd must be a whole number from 1 to 2^63 - 1, not "32"'),
         ({"layer_norm_epsilon": []}, "config.json: layer_norm_epsilon must be a finite number, not []"),
         ({"tie_word_embeddings": 1}, "config.json: tie_word_embeddings must be true or false, not 1"),

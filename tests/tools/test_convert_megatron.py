@@ -126,6 +126,22 @@ def test_fp32_weights_of_the_optimizer_are_taken_where_they_have_names(tmp_path:
     assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
 
 
+def test_a_parameter_without_fp32_weights_does_not_cost_the_others_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The optimizer has none of a frozen parameter."""
+    model = random_model(**GPT2)
+    source = write_torch_dist(tmp_path / "megatron", model, 2, dtype=torch.bfloat16, with_main_weights=True)
+    path = source / f"iter_{ITERATION:07d}" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    del metadata.state_dict_metadata["chained_0.optimizer.state.fp32_param.decoder.final_layernorm.weight"]
+    path.write_bytes(pickle.dumps(metadata))
+    with torch.no_grad():
+        model.final.norm.weight.copy_(model.final.norm.weight.bfloat16())
+    assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
+    assert "are the fp32 ones of the optimizer, but not of final.norm.weight, which it does not have" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("write", [write_legacy, write_torch_dist, write_deepspeed])
 def test_weights_of_16_bits_keep_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Writer) -> None:
     model = random_model(torch.bfloat16, **GPT2)
@@ -323,6 +339,30 @@ def test_a_tied_head_is_left_out_if_it_is_the_embedding_and_refused_if_it_is_not
     assert "word_embeddings.weight in " in message and "to which it is tied, by up to 1.5; copy the whole checkpoint again" in message
     message = refusal(monkeypatch, capsys, write(tmp_path / "shorter", model, head[1:].clone()))
     assert f"has shape ({ROWS - 1}, 24), and " in message
+
+
+@pytest.mark.parametrize("write", [write_legacy, write_torch_dist, write_pipeline])
+def test_rotary_frequencies_are_left_out_if_they_are_those_of_the_arguments_and_refused_if_they_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Writer
+) -> None:
+    """As Megatron computed them when they were a buffer that it saved: 1 / base ^ (2 i / channels)."""
+    model = random_model(num_layers=4, **{**MODELS["Qwen3, tied"], "rotary_percent": 0.8})
+    for name, base in (("right", 1e4), ("wrong", 1e4 * 1.01)):
+        buffer = {"rotary_pos_emb.inv_freq": 1.0 / base ** (torch.arange(0, 8, 2).float() / 8)}
+        if write is write_torch_dist:
+            monkeypatch.setattr("harness.megatron_files.core_names", lambda model, added=buffer: core_names(model) | added)
+            source = write(tmp_path / name, model)
+        else:
+            source = changed(write(tmp_path / name, model), "model_optim_rng.pt", partial(add_to_models, buffer))
+        if name == "right":
+            assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
+    assert "rotary_pos_emb.inv_freq in " in (message := refusal(monkeypatch, capsys, source))
+    assert "are not the rotary frequencies of its arguments" in message
+
+
+def add_to_models(added: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    for name in {"model", "model0", "model1"} & saved.keys():
+        saved[name].update(added)
 
 
 def test_a_parameter_that_two_pipeline_ranks_have_is_refused(

@@ -14,9 +14,8 @@ Both layouts rotate channel d with channel d + D / 2, so rows keep their order w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -54,6 +53,13 @@ DEFAULTS: Mapping[str, Any] = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
+BUFFERS = (
+    Buffer(
+        ".rotary_emb.inv_freq",
+        "the frequencies of the rotary settings, such as rope_theta, in config.json",
+        lambda model, stored: RotaryPositions(model).are_frequencies(stored),
+    ),
+)
 SCALING_KEYS = ("rope_parameters", "rope_scaling")
 # Of each kind of scaling, the fields with their keys.
 SCALING_FIELDS: Mapping[str, Mapping[str, str]] = {
@@ -66,28 +72,6 @@ SCALING_FIELDS: Mapping[str, Mapping[str, str]] = {
         "rope_scaling_original_max_position_embeddings": "original_max_position_embeddings",
     },
 }
-
-
-def _are_frequencies(model: ModelConfig, stored: Tensor) -> bool:
-    """Whether they are the model's frequencies of rotary positions: as they are, or before the scaling, as old versions saved them.
-
-    The tolerance is that of the stored dtype, and of a power of the base in fp32 on both sides: the exponent, rounded to 2^-24, moves the
-    power by ln(base) times as much, and the other operations, fewer than 8, by as much each.
-    """
-    if not stored.is_floating_point() or stored.shape != (model.kv_channels // 2,):
-        return False
-    cpu = torch.device("cpu")
-    unscaled, scaled = (RotaryPositions(form).frequencies(cpu) for form in (replace(model, use_rope_scaling=False), model))
-    dtype = torch.finfo(stored.dtype)
-    relative = dtype.eps / 2 + 2 * (abs(math.log(model.rotary_base)) + 8) * 2**-24
-    smallest = dtype.smallest_normal * dtype.eps / 2
-    return any(
-        torch.allclose(stored.double(), wanted.double(), rtol=relative, atol=smallest)
-        for wanted in (unscaled, scaled / model.rotary_seq_len_interpolation_factor)
-    )
-
-
-BUFFERS = (Buffer(".rotary_emb.inv_freq", "the frequencies of the rotary settings, such as rope_theta, in config.json", _are_frequencies),)
 
 
 @dataclass(frozen=True)

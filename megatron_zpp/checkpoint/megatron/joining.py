@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.hf.rules import compared_rows, largest_difference, padded_rows
+from megatron_zpp.checkpoint.megatron.names import FREQUENCIES
 from megatron_zpp.checkpoint.megatron.source import HEAD, WORD, Source, StoredTensor, layers_of
 from megatron_zpp.checkpoint.stored_flags import units_of
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.rotary import RotaryPositions
 
 VERSIONS = (0, 1, 2, 3)
 FIRST_VERSION_OF_GROUPS = 2
@@ -83,6 +85,7 @@ class Joining:
         self.differing: list[str] = []
         self._check_names()
         self._check_shapes()
+        self._check_frequencies()
 
     def joint(self, name: str) -> Joint:
         return joint_of(name, self.model)
@@ -130,7 +133,8 @@ class Joining:
         self.units = units_of(self.model, self.padded_vocab_size)
         needed = {param.name for unit in self.units for param in unit.params}
         for rank, named in enumerate(self.source.ranks):
-            found = named.keys() if self.model.untie_embeddings_and_output_weights else named.keys() - {HEAD}
+            found = {name for name in named if not name.startswith(FREQUENCIES)}
+            found -= set() if self.model.untie_embeddings_and_output_weights else {HEAD}
             if needed != found:
                 missing, left = sorted(needed - found), sorted(found - needed)
                 lacks = f"lacks {missing[0]}" if missing else f"has {named[left[0]].where}, which the model of its arguments does not have"
@@ -144,6 +148,12 @@ class Joining:
                 for tensor in self.parts(param.name):
                     if tensor.shape != wanted:
                         raise ValueError(f"{tensor.where} has shape {tensor.shape}, its arguments say {wanted}; copy the whole checkpoint.")
+
+    def _check_frequencies(self) -> None:
+        positions = RotaryPositions(self.model)
+        for tensor in (tensor for rank in self.source.ranks for name, tensor in rank.items() if name.startswith(FREQUENCIES)):
+            if self.model.position_embedding_type != "rope" or not positions.are_frequencies(tensor.read()):
+                raise ValueError(f"{tensor.where} are not the rotary frequencies of its arguments; copy the whole checkpoint again.")
 
     def _part_shape(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
         ranks, joint = len(self.source.ranks), self.joint(name)
