@@ -71,9 +71,8 @@ class RotaryPositions:
         """
         if not stored.is_floating_point() or stored.shape != (self.config.rotary_channels // 2,):
             return False
-        unscaled, scaled = (
-            RotaryPositions(form).frequencies(stored.device) for form in (replace(self.config, use_rope_scaling=False), self.config)
-        )
+        unscaled = RotaryPositions(replace(self.config, use_rope_scaling=False)).frequencies(stored.device)
+        scaled = self.frequencies(stored.device) / self.config.rotary_seq_len_interpolation_factor
         dtype = torch.finfo(stored.dtype)
         relative = dtype.eps / 2 + 2 * (abs(math.log(self.config.rotary_base)) + 8) * 2**-24
         smallest = dtype.smallest_normal * dtype.eps / 2

@@ -442,7 +442,11 @@ MASK = torch.ones(1, 1, 24, 24).tril()
     [
         ("bias", [MASK.to(dtype) for dtype in (torch.uint8, torch.bool, torch.float16, torch.float32)], [MASK.mT.contiguous(), MASK * 2]),
         ("bias", [torch.ones(1, 1, 1, 1)], [MASK[0], torch.ones(()), torch.ones(1, 1, 24, 24)]),
-        ("masked_bias", [torch.tensor(-1e4), torch.tensor([-1e9])], [torch.tensor(0.0), torch.tensor(torch.nan), torch.full((2,), -1e4)]),
+        (
+            "masked_bias",
+            [torch.tensor(-1e4), torch.tensor([-1e9])],
+            [torch.tensor(0.0), torch.tensor(torch.nan), torch.full((2,), -1e4), torch.tensor(-1e4j)],
+        ),
     ],
 )
 def test_a_causal_mask_that_old_versions_saved_is_compared(

@@ -20,7 +20,7 @@ from megatron_zpp.config.schema import ModelConfig
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 READ_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
+BUFFER_DTYPES = (*READ_DTYPES, torch.bool, torch.uint8)
 ADAPTER_FILE = "adapter_config.json"
 
 
@@ -77,7 +77,8 @@ class HfFolder:
     def _check_buffer(self, name: str, buffer: Buffer, model: ModelConfig) -> None:
         path = self._path_of(name)
         with _opened(path) as file:
-            if not buffer.holds(model, file.get_tensor(name)):
+            tensor = file.get_tensor(name)
+            if tensor.dtype not in BUFFER_DTYPES or not buffer.holds(model, tensor):
                 raise ValueError(f"{name} in {path} must be {buffer.rule}; copy the model again, or correct its config.json.")
 
     def _check_tied_head(self, shape: tuple[int, ...]) -> None:

@@ -52,7 +52,7 @@ def require(config: Members, allowed: Mapping[str, tuple[Any, ...]]) -> None:
 
 def require_full_attention(config: Members, layers: int) -> None:
     """Raises ValueError unless layer_types is null, is missing, or has full attention for each of the layers."""
-    if config.filled({"layer_types": None}).any("layer_types") is None:
+    if config.values.get("layer_types") is None:
         return
     types = config.texts("layer_types")
     if len(types) != layers or any(kind != FULL_ATTENTION for kind in types):

@@ -80,6 +80,7 @@ def _whole_model(stages: Sequence[RankFile]) -> dict[str, StoredTensor]:
     first_layer = 0
     for number, (file, model) in enumerate(_chunks(stages)):
         named = named_here(file.tensors(model), str(file.path))
+        # The last stage may have the embedding again, as a tied head, and each stage the frequencies.
         copies = {WORD: HEAD, FREQUENCIES: f"{FREQUENCIES} {number}"}
         for name, tensor in shifted(named, first_layer).items():
             place = copies.get(name, name) if name in whole else name
