@@ -179,6 +179,13 @@ def test_a_model_with_its_sizes_alone_has_the_other_settings_of_transformers_and
         assert attempt({name: value for name, value in BASES[kind].items() if name != key})[1] == f"config.json lacks {key}; correct it."
 
 
+@pytest.mark.parametrize("kind", list(BASES))
+def test_all_settings_that_transformers_saves_are_read_as_the_sizes_alone_are(kind: str) -> None:
+    saved = json.loads(theirs(BASES[kind]).to_json_string(use_diff=False))
+    assert len(saved) > len(BASES[kind]) + 10
+    assert model_of(saved) == model_of(BASES[kind])
+
+
 @pytest.mark.parametrize("value", [value for value in NONSENSE if value not in (1, 2, 64, 128)])
 def test_a_size_of_the_vocabulary_and_a_kind_that_make_no_sense_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^config\.json: vocab_size must be [^;]*; correct it\.$"):
