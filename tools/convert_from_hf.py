@@ -12,9 +12,10 @@ from tokenizer_flags import add_recorded_tokenizer
 from torch import Tensor
 
 from megatron_zpp.checkpoint.hf.folder import HfFolder
+from megatron_zpp.checkpoint.hf.settings import setting
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.checkpoint.stored_flags import units_of
-from megatron_zpp.config.schema import DataConfig, ModelConfig
+from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, padded_vocab_size
 
 
@@ -25,12 +26,12 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the checkpoint and prints how to train with it."""
     source = HfFolder(Path(args.input))
-    model, vocab_size = _model(source)
+    model, vocab_size = source.layout.model_config(source.config), setting(source.config, "vocab_size", "padded_vocab_size")
     padded = padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by)
     # The number of rows is recorded, because a tokenizer with fewer ids would lead to fewer rows.
     model = replace(model, make_vocab_size_divisible_by=args.make_vocab_size_divisible_by, padded_vocab_size=padded)
     rule_of = {rule.parameter: rule for rule in source.layout.rules(model, vocab_size, padded)}
-    source.check_names([tensor.name for rule in rule_of.values() for tensor in rule.hf_tensors])
+    source.check_tensors([tensor for rule in rule_of.values() for tensor in rule.hf_tensors], model)
 
     def weight_of(name: str) -> Tensor:
         rule = rule_of[name]
@@ -65,13 +66,6 @@ def _tokenizer(args: argparse.Namespace, vocab_size: int, padded: int) -> tuple[
     if rows > padded:
         return ids, f"no tokenizer of text is recorded, because tokenizer.json has {rows} ids"
     return data, f"the recorded tokenizer is HuggingFaceTokenizer with {folder}"
-
-
-def _model(source: HfFolder) -> tuple[ModelConfig, int]:
-    try:
-        return source.layout.model_config(source.config), int(source.config["vocab_size"])
-    except KeyError as error:
-        raise ValueError(f"{source.folder / 'config.json'} lacks {error}.") from None
 
 
 def _parser() -> argparse.ArgumentParser:

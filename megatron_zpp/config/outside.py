@@ -213,6 +213,11 @@ class Members:
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
+    def filled(self, missing: Mapping[str, Any], null: Mapping[str, Any] | None = None) -> Members:
+        """The same object, where a key of `missing` that is not there has its value, and a key of `null` has its value instead of null."""
+        given = {key: (null or {}).get(key) if value is None else value for key, value in self.values.items()}
+        return Members({**missing, **given}, self._file, self._place)
+
     def require_only(self, keys: AbstractSet[str]) -> None:
         if self.values.keys() <= keys:
             return

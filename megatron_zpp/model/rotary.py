@@ -6,7 +6,7 @@ B micro-batch size, S tokens per sample, R channels of a head that rotate.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,21 @@ class RotaryPositions:
         exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
         frequencies = 1.0 / self.config.rotary_base**exponents
         return self._stretched(frequencies) if self.config.use_rope_scaling else frequencies
+
+    def are_frequencies(self, stored: Tensor) -> bool:
+        """Whether another program's tensor has these frequencies: as they are here, or before the scaling, as some programs save them.
+
+        The tolerance is that of the stored dtype, and of a power of the base in fp32 on both sides: the exponent, rounded to 2^-24, moves
+        the power by ln(base) times as much, and the other operations, fewer than 8, by as much each.
+        """
+        if not stored.is_floating_point() or stored.shape != (self.config.rotary_channels // 2,):
+            return False
+        unscaled = RotaryPositions(replace(self.config, use_rope_scaling=False)).frequencies(stored.device)
+        scaled = self.frequencies(stored.device) / self.config.rotary_seq_len_interpolation_factor
+        dtype = torch.finfo(stored.dtype)
+        relative = dtype.eps / 2 + 2 * (abs(math.log(self.config.rotary_base)) + 8) * 2**-24
+        smallest = dtype.smallest_normal * dtype.eps / 2
+        return any(torch.allclose(stored.double(), wanted.double(), rtol=relative, atol=smallest) for wanted in (unscaled, scaled))
 
     def _stretched(self, frequencies: Tensor) -> Tensor:
         """Frequencies under Llama 3.1's scaling. Waves longer than original / low are slowed by the factor.

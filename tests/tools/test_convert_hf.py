@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,13 @@ from train_tokenizer import train_model
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.checkpoint.hf import gpt2
+from megatron_zpp.checkpoint.hf.folder import HfFolder
 from megatron_zpp.checkpoint.hf.layouts import layout_holding, layout_of_type
 from megatron_zpp.checkpoint.hf.rules import Boundaries
 from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
 from megatron_zpp.checkpoint.stored_flags import data_flags
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.data.tokenizers.tokenizer import embedding_rows
@@ -301,6 +305,14 @@ def test_a_kind_of_tokenizer_that_is_not_known_is_refused(tmp_path: Path, monkey
     assert "--tokenizer-type" in message and "invalid choice: 'Qwen2'" in message and "HuggingFaceTokenizer" in message
 
 
+def settings_of(config: dict[str, Any]) -> Members:
+    return Members(config, OutsideFile(Path("config.json"), "config.json", "correct it."))
+
+
+def model_of(config: dict[str, Any]) -> ModelConfig:
+    return layout_of_type(settings_of(config)).model_config(settings_of(config))
+
+
 def refusal(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as ended:
         call(tool, monkeypatch, *arguments)
@@ -327,19 +339,23 @@ def test_models_that_the_layout_has_no_place_for_are_refused(tmp_path: Path, mon
 def test_a_gpt2_keeps_its_form_of_gelu(is_exact: bool, name: str) -> None:
     written = gpt2.config_json(small_config(kv_channels=8, no_bias_gelu_fusion=is_exact), VOCAB, Boundaries())
     assert written["activation_function"] == name
-    assert gpt2.model_config(written).has_exact_gelu == is_exact
+    assert gpt2.model_config(settings_of(written)).has_exact_gelu == is_exact
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "bloom"}, "type bloom; gpt2, llama, qwen2, qwen3, mistral can be converted"),
-        ({"activation_function": "relu"}, "activation_function relu"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-        ({"add_cross_attention": True}, "add_cross_attention True"),
+        ({"model_type": "bloom"}, 'model_type must be gpt2, llama, qwen2, qwen3 or mistral, not "bloom"'),
+        (
+            {"activation_function": "relu"},
+            'activation_function must be "gelu", "gelu_new" or "gelu_pytorch_tanh" for this model to compute it, not "relu"',
+        ),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be false"),
+        ({"add_cross_attention": True}, "add_cross_attention must be false"),
         ({"n_positions": 9}, "has shape"),
         ({"n_layer": 3}, "has no tensor transformer.h.2"),
         ({"n_layer": float("nan")}, "config.json: n_layer must be a whole number from 1 to 2^63 - 1, not NaN"),
+        ({"n_embd": None}, "config.json: n_embd must be a whole number from 1 to 2^63 - 1, not null"),
         ({"n_embd": "32"}, 'config.json: n_embd must be a whole number from 1 to 2^63 - 1, not "32"'),
         ({"layer_norm_epsilon": []}, "config.json: layer_norm_epsilon must be a finite number, not []"),
         ({"tie_word_embeddings": 1}, "config.json: tie_word_embeddings must be true or false, not 1"),
@@ -354,6 +370,142 @@ def test_folders_that_are_no_gpt2_of_ours_are_refused_with_the_reason(
     (folder / "config.json").write_text(json.dumps(config | change))
     assert words in refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
     assert not (tmp_path / "back").exists() or not list((tmp_path / "back").iterdir())
+
+
+def add_tensors(folder: Path, added: dict[str, torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | added, path)
+
+
+def set_tied(folder: Path, is_tied: bool) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
+
+
+def check_folder(folder: Path) -> None:
+    """Raises what the tool would raise before it reads weights."""
+    source = HfFolder(folder)
+    model = source.layout.model_config(source.config)
+    source.check_tensors([tensor for rule in source.layout.rules(model, VOCAB, PADDED) for tensor in rule.hf_tensors], model)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Qwen3"])
+def test_a_head_that_the_config_ties_is_refused_unless_it_is_the_embedding_and_as_untied_gives_the_logits_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str
+) -> None:
+    import transformers
+
+    monkeypatch.setattr("megatron_zpp.checkpoint.hf.rules.COMPARED_NUMEL", 100)  # a few rows
+    architecture, changes = MODELS[name]
+    folder = exported(tmp_path, randomized(**changes), monkeypatch)
+    embedding = "transformer.wte.weight" if name == "GPT-2" else "model.embed_tokens.weight"
+    head = load_file(folder / "model.safetensors")[embedding].clone()
+    add_tensors(folder, {"lm_head.weight": head})
+    check_folder(folder)
+    head[VOCAB - 1, 3] += 2.5
+    add_tensors(folder, {"lm_head.weight": head})
+    message = refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
+    assert f"lm_head.weight in {folder / 'model.safetensors'} differs from {embedding} by up to 2.5, and config.json ties them" in message
+    assert "set tie_word_embeddings to false" in message
+    tokens = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        kept = getattr(transformers, architecture).from_pretrained(folder).eval()(tokens).logits  # it keeps the head, and warns
+        set_tied(folder, False)
+        call(convert_from_hf, monkeypatch, "--input", folder, "--output", tmp_path / "back")
+        ours = load_model(open_checkpoint(tmp_path / "back", None)).eval()(tokens, None, first_sample=0)[..., :VOCAB]
+    assert torch.allclose(ours, kept, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda head: torch.cat([head, head[:1]]), f"has shape ({VOCAB + 1}, 24), config.json says ({VOCAB}, 24)"),
+        (lambda head: head.index_fill(0, torch.tensor(7), torch.nan), "differs from transformer.wte.weight by up to nan"),
+        (lambda head: head.bfloat16(), "differs from transformer.wte.weight by up to 0.00"),
+        (lambda head: head.char(), "is in torch.int8"),
+    ],
+)
+def test_a_tied_head_of_another_shape_or_dtype_or_with_nan_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    folder = exported(tmp_path, randomized(), monkeypatch)
+    add_tensors(folder, {"lm_head.weight": change(load_file(folder / "model.safetensors")["transformer.wte.weight"])})
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_folder(folder)
+
+
+MASK = torch.ones(1, 1, 24, 24).tril()
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("bias", [MASK.to(dtype) for dtype in (torch.uint8, torch.bool, torch.float16, torch.float32)], [MASK.mT.contiguous(), MASK * 2]),
+        ("bias", [torch.ones(1, 1, 1, 1)], [MASK[0], torch.ones(()), torch.ones(1, 1, 24, 24)]),
+        (
+            "masked_bias",
+            [torch.tensor(-1e4), torch.tensor([-1e9])],
+            [torch.tensor(0.0), torch.tensor(torch.nan), torch.full((2,), -1e4), torch.tensor(-1e4j)],
+        ),
+    ],
+)
+def test_a_causal_mask_that_old_versions_saved_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, right: list[torch.Tensor], wrong: list[torch.Tensor]
+) -> None:
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch)
+    for mask in right:
+        add_tensors(folder, {f"transformer.h.1.attn.{name}": mask})
+        check_folder(folder)
+    for mask in wrong:
+        add_tensors(folder, {f"transformer.h.1.attn.{name}": mask})
+        with pytest.raises(ValueError, match=rf"transformer.h.1.attn.{name} in .* must be .*; copy the model again, or correct"):
+            check_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["Llama 2, untied", "Llama 3", "Llama with biases, interpolated"])
+def test_frequencies_that_old_versions_saved_are_compared_within_the_rounding_of_their_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    folder = exported(tmp_path, randomized(**{**MODELS[name][1], "kv_channels": 16}), monkeypatch)
+    config = LlamaConfig.from_pretrained(folder)
+    scaled = LlamaRotaryEmbedding(config).inv_freq
+    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    unscaled = LlamaRotaryEmbedding(config).inv_freq
+    for right in (scaled, unscaled):  # old versions saved them before the scaling
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            add_tensors(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": right.to(dtype)})
+            check_folder(folder)
+    config.rope_parameters["rope_theta"] *= 1.05
+    for wrong in (LlamaRotaryEmbedding(config).inv_freq, unscaled[1:].clone(), unscaled * 1.00001, unscaled.long()):
+        add_tensors(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": wrong})
+        with pytest.raises(ValueError, match="inv_freq in .* must be the frequencies of the rotary settings, such as rope_theta"):
+            check_folder(folder)
+
+
+def test_a_folder_with_files_of_two_models_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch, "--max-shard-size", 1e-5)
+    check_folder(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config.json, and weights without its adapter; merge"):
+        check_folder(folder)
+    (folder / "adapter_config.json").unlink()
+    save_file({"transformer.ln_f.weight": torch.ones(24)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="holds model.safetensors and model.safetensors.index.json, which are two models; delete one"):
+        check_folder(folder)
+
+
+def test_a_tensor_of_a_shard_that_the_index_does_not_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads all tensors of the files that the index names."""
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch, "--max-shard-size", 1e-5)
+    path = min(folder.glob("model-*.safetensors"))
+    whole = load_file(path)
+    for found in (whole | {"lm_head.weight": torch.ones(VOCAB, 24)}, {"lm_head.weight": torch.ones(VOCAB, 24)}):
+        save_file(found, path)
+        with pytest.raises(ValueError, match=f"only one of {path} and model.safetensors.index.json has .*; copy the model again"):
+            check_folder(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
@@ -379,7 +531,8 @@ def test_pickled_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch)
-    index = {"weight_map": {"lm_head.weight": f"../{folder.name}/model.safetensors"}}
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     message = refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
     assert "lm_head.weight" in message and "the name of a file in the folder" in message
@@ -390,7 +543,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str
 ) -> None:
     folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch)
-    (folder / name).unlink(missing_ok=True)
+    (folder / ("config.json" if name == "config.json" else "model.safetensors")).unlink()
     os.mkfifo(folder / name)
     message = refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
     assert f"{name} cannot be read (it is a pipe, not a regular file); copy it again" in message
@@ -400,7 +553,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(
 def test_the_configuration_comes_back_from_their_config_json(name: str) -> None:
     model = small_config(**{"num_query_groups": 3, "kv_channels": 8, **MODELS[name][1]})
     layout = layout_holding(model)
-    found = asdict(layout_of_type({"model_type": layout.model_type}).model_config(layout.config_json(model, VOCAB, Boundaries())))
+    found = asdict(model_of(layout.config_json(model, VOCAB, Boundaries())))
     elsewhere = ("make_vocab_size_divisible_by", "seq_length")
     assert {key: found[key] for key in found if key not in elsewhere} == {
         key: value for key, value in asdict(model).items() if key not in elsewhere
@@ -433,31 +586,40 @@ LLAMA_JSON |= {"max_position_embeddings": 16, "rms_norm_eps": 1e-5}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act gelu"),
-        ({"mlp_bias": True}, "mlp_bias True"),
-        ({"attention_bias": True}, "only True can be converted"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type yarn"),
-        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"rope_type": "yarn"}}, "rope_parameters and rope_scaling"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window True"),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True"),
-        ({"model_type": "mistral", "attention_bias": True}, "attention_bias True"),
-        ({"model_type": "mistral", "max_position_embeddings": 4097}, "4097 positions and sliding_window 4096"),
-        ({"model_type": "mistral", "sliding_window": 8}, "16 positions and sliding_window 8"),
+        ({"hidden_act": "gelu"}, 'hidden_act must be "silu" or "swish"'),
+        ({"mlp_bias": True}, "mlp_bias must be what attention_bias is"),
+        ({"attention_bias": True}, "mlp_bias must be what attention_bias is"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type must be default, linear or llama3"),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"rope_type": "yarn"}},
+            "must be left out beside rope_parameters",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be false"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias must be false"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias must be false"),
+        (
+            {"model_type": "mistral", "max_position_embeddings": 4097},
+            "sliding_window must be null, or a window of all 4097",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 8},
+            "sliding_window must be null, or a window of all 16",
+        ),
     ],
 )
 def test_a_llama_whose_function_is_another_is_refused_with_the_reason(change: dict[str, Any], words: str) -> None:
     config = LLAMA_JSON | change
     if change.get("attention_bias") and "model_type" not in change:
         config |= {"mlp_bias": False}
-    with pytest.raises(ValueError, match="can be converted") as error:
-        layout_of_type(config).model_config(config)
+    with pytest.raises(ValueError, match="config.json: .*; correct it.") as error:
+        model_of(config)
     assert words in str(error.value)
 
 
 def test_both_forms_of_rotary_parameters_are_read() -> None:
     older = LLAMA_JSON | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     newer = LLAMA_JSON | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
-    found = [layout_of_type(config).model_config(config) for config in (older, newer)]
+    found = [model_of(config) for config in (older, newer)]
     assert found[0] == found[1]
     assert (found[0].rotary_base, found[0].rotary_seq_len_interpolation_factor) == (5e5, 2.0)
 

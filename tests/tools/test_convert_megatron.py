@@ -126,6 +126,22 @@ def test_fp32_weights_of_the_optimizer_are_taken_where_they_have_names(tmp_path:
     assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
 
 
+def test_a_parameter_without_fp32_weights_does_not_cost_the_others_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The optimizer has none of a frozen parameter."""
+    model = random_model(**GPT2)
+    source = write_torch_dist(tmp_path / "megatron", model, 2, dtype=torch.bfloat16, with_main_weights=True)
+    path = source / f"iter_{ITERATION:07d}" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    del metadata.state_dict_metadata["chained_0.optimizer.state.fp32_param.decoder.final_layernorm.weight"]
+    path.write_bytes(pickle.dumps(metadata))
+    with torch.no_grad():
+        model.final.norm.weight.copy_(model.final.norm.weight.bfloat16())
+    assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
+    assert "are the fp32 ones of the optimizer, but not of final.norm.weight, which it does not have" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("write", [write_legacy, write_torch_dist, write_deepspeed])
 def test_weights_of_16_bits_keep_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Writer) -> None:
     model = random_model(torch.bfloat16, **GPT2)
@@ -268,6 +284,96 @@ def test_a_difference_between_tensor_ranks_is_named_and_the_first_one_is_taken(
     torch.save(saved, path)
     assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
     assert "WARNING: 1 parameter differs between tensor ranks; taken from rank 0: final.norm.weight" in capsys.readouterr().out
+
+
+def changed(source: Path, pattern: str, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The checkpoint after a change of the files of this pattern."""
+    for path in source.rglob(pattern):
+        saved = torch.load(path, weights_only=False)
+        change(saved)
+        torch.save(saved, path)
+    return source
+
+
+def legacy_with_tied_head(folder: Path, model: GPT, head: Tensor) -> Path:
+    """As Megatron-LM before the core: the last stage has the copy under a name of its own."""
+    source = write_legacy(folder, model, names=old_names, version=2)
+    return changed(source, "model_optim_rng.pt", lambda saved: saved["model"].update(word_embeddings_for_head={"weight": head}))
+
+
+def stages_with_tied_head(folder: Path, model: GPT, head: Tensor, name: str = "output_layer.weight") -> Path:
+    def change(saved: dict[str, Any]) -> None:
+        if saved["model1"].pop("output_layer.weight", None) is not None:
+            saved["model1"][name] = head
+
+    return changed(write_pipeline(folder, model), "mp_rank_00_001/model_optim_rng.pt", change)
+
+
+def deepspeed_pipeline_with_tied_head(folder: Path, model: GPT, head: Tensor) -> Path:
+    """Beside the copy there are positions, which the head does not use, and which are not trained there."""
+    last = f"layer_{model.config.num_layers + 3:02d}-model_00-model_states.pt"
+    positions = torch.zeros_like(model.embedding.position.weight)
+    change = {"word_embeddings.weight": head, "position_embeddings.weight": positions}
+    return changed(write_deepspeed(folder, model, kind="pipeline"), last, lambda saved: saved.update(change))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        legacy_with_tied_head,
+        stages_with_tied_head,
+        partial(stages_with_tied_head, name="embedding.word_embeddings.weight"),
+        deepspeed_pipeline_with_tied_head,
+    ],
+)
+def test_a_tied_head_is_left_out_if_it_is_the_embedding_and_refused_if_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Writer
+) -> None:
+    monkeypatch.setattr("megatron_zpp.checkpoint.hf.rules.COMPARED_NUMEL", 100)  # a few rows
+    model = random_model(num_layers=4, **GPT2)
+    head = model.embedding.word.weight.detach().clone()
+    source = write(tmp_path / "megatron", model, head)
+    assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
+    head[ROWS - 1, 2] += 1.5
+    message = refusal(monkeypatch, capsys, write(tmp_path / "other", model, head))
+    assert "word_embeddings.weight in " in message and "to which it is tied, by up to 1.5; copy the whole checkpoint again" in message
+    message = refusal(monkeypatch, capsys, write(tmp_path / "shorter", model, head[1:].clone()))
+    assert f"has shape ({ROWS - 1}, 24), and " in message
+
+
+@pytest.mark.parametrize("write", [write_legacy, write_torch_dist, write_pipeline])
+def test_rotary_frequencies_are_left_out_if_they_are_those_of_the_arguments_and_refused_if_they_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Writer
+) -> None:
+    """As Megatron computed them when they were a buffer that it saved: 1 / base ^ (2 i / channels)."""
+    model = random_model(num_layers=4, **{**MODELS["Qwen3, tied"], "rotary_percent": 0.8})
+    for name, base in (("right", 1e4), ("wrong", 1e4 * 1.01)):
+        buffer = {"rotary_pos_emb.inv_freq": 1.0 / base ** (torch.arange(0, 8, 2).float() / 8)}
+        if write is write_torch_dist:
+            monkeypatch.setattr("harness.megatron_files.core_names", lambda model, added=buffer: core_names(model) | added)
+            source = write(tmp_path / name, model)
+        else:
+            source = changed(write(tmp_path / name, model), "model_optim_rng.pt", partial(add_to_models, buffer))
+        if name == "right":
+            assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
+    assert "rotary_pos_emb.inv_freq in " in (message := refusal(monkeypatch, capsys, source))
+    assert "are not the rotary frequencies of its arguments" in message
+
+
+def add_to_models(added: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    for name in {"model", "model0", "model1"} & saved.keys():
+        saved[name].update(added)
+
+
+def test_a_parameter_that_two_pipeline_ranks_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = random_model(num_layers=4, **GPT2)
+    gain = {"decoder.final_layernorm.weight": torch.ones(24)}
+    source = changed(
+        write_pipeline(tmp_path / "megatron", model), "mp_rank_00_000/model_optim_rng.pt", lambda saved: saved["model0"].update(gain)
+    )
+    assert "is also decoder.final_layernorm.weight in " in refusal(monkeypatch, capsys, source)
 
 
 @pytest.mark.parametrize(

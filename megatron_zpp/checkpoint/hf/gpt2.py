@@ -14,20 +14,71 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, TensorRule, norm, one_tensor, vocabulary
+from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, Buffer, TensorRule, norm, one_tensor, vocabulary
+from megatron_zpp.checkpoint.hf.settings import WITHOUT_CHANGE, require, require_full_attention, setting
+from megatron_zpp.config.outside import Members
 from megatron_zpp.config.schema import ModelConfig
 
 PREFIX = "transformer."
+EMBEDDING = f"{PREFIX}wte.weight"
 EXACT_GELU = "gelu"
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")  # two names for one function
-IGNORED_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old versions saved
-CHANGES_THE_FUNCTION: dict[str, Any] = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
+# Fields of ModelConfig, each with its key in config.json.
+FIELDS = {
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "ffn_hidden_size": "n_inner",
+    "seq_length": "n_positions",
+    "norm_epsilon": "layer_norm_epsilon",
+    "init_method_std": "initializer_range",
+    "attention_dropout": "attn_pdrop",
+    "hidden_dropout": "resid_pdrop",
 }
+# Other keys for the same settings. transformers follows them rather than the first ones.
+ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+DEFAULTS: Mapping[str, Any] = {
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "activation_function": TANH_GELUS[0],
+    "tie_word_embeddings": True,
+}
+# Settings that change what weights compute, with the values that this model computes.
+FUNCTION: Mapping[str, tuple[Any, ...]] = {
+    "activation_function": (EXACT_GELU, *TANH_GELUS),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False, True),  # the same function, in fp32
+    "add_cross_attention": (False,),
+}
+MASKED_SCORE = -1e4  # exp of it is 0
+
+
+def _is_causal_mask(_: ModelConfig, mask: Tensor) -> bool:
+    """Whether it is [1, 1, P, P] with ones up to the diagonal and zeros above it."""
+    positions = mask.shape[-1] if mask.dim() else 0
+    return mask.shape == (1, 1, positions, positions) and bool((mask == torch.ones(mask.shape, dtype=torch.bool).tril()).all())
+
+
+BUFFERS = (
+    Buffer(".attn.bias", "the mask of causal attention", _is_causal_mask),
+    Buffer(
+        ".attn.masked_bias",
+        f"a number that is at most {MASKED_SCORE:g}",
+        lambda _, score: score.numel() == 1 and score.item() <= MASKED_SCORE,
+    ),
+)
 
 
 def unsupported_flags(model: ModelConfig) -> list[str]:
@@ -49,7 +100,7 @@ def unsupported_flags(model: ModelConfig) -> list[str]:
 def rules(model: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Iterator[TensorRule]:
     """The rules for every parameter of a model without unsupported flags. vocab_size: rows of the embedding in Hugging Face's files."""
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    yield vocabulary("embedding.word.weight", f"{PREFIX}wte.weight", (vocab_size, hidden), padded_vocab_size)
+    yield vocabulary("embedding.word.weight", EMBEDDING, (vocab_size, hidden), padded_vocab_size)
     yield one_tensor("embedding.position.weight", f"{PREFIX}wpe.weight", (model.max_position_embeddings, hidden))
     for index in range(model.num_layers):
         block, hf_block = f"blocks.{index}", f"{PREFIX}h.{index}"
@@ -86,33 +137,28 @@ def config_json(model: ModelConfig, vocab_size: int, boundaries: Boundaries) -> 
     }
 
 
-def model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Our configuration for the model that Hugging Face's config.json describes.
+def model_config(config: Members) -> ModelConfig:
+    """Our configuration for the model that Hugging Face's config.json describes. A setting that is missing is transformers' default.
 
-    Raises ValueError, with the reason, for a GPT-2 that our model cannot compute, and KeyError for a missing entry.
+    Raises ValueError, with the reason, for a setting that is no such setting, or that our GPT-2 cannot compute.
     """
-    activation = config.get("activation_function", TANH_GELUS[0])
-    if activation not in (EXACT_GELU, *TANH_GELUS):
-        raise ValueError(f"config.json has activation_function {activation}; only GELU, {EXACT_GELU} or {TANH_GELUS[0]}, can be converted.")
-    for key, value in CHANGES_THE_FUNCTION.items():
-        if config.get(key, value) != value:
-            raise ValueError(f"config.json has {key} {config[key]}, which this model does not compute; only {value} can be converted.")
-    hidden, positions = config["n_embd"], config["n_positions"]
+    config = config.filled({**DEFAULTS, **{key: config.any(alias) for alias, key in ALIASES.items() if alias in config}})
+    hidden, heads = setting(config, "n_embd", "hidden_size"), setting(config, "n_head", "num_attention_heads")
+    if hidden % heads != 0:
+        config.refuse("n_head", f"a divisor of n_embd {hidden}")
+    config = config.filled({"n_inner": 4 * hidden}, {"n_inner": 4 * hidden})
+    values = {field: setting(config, key, field) for field, key in FIELDS.items()}
+    require(config, {**WITHOUT_CHANGE, **FUNCTION, **{alias: (config.any(key),) for alias, key in ALIASES.items()}})
+    if config.number("embd_pdrop") != values["hidden_dropout"]:
+        config.refuse("embd_pdrop", f"what resid_pdrop is, {values['hidden_dropout']}, because --hidden-dropout is both")
+    require_full_attention(config, values["num_layers"])
     return ModelConfig(
-        num_layers=config["n_layer"],
-        hidden_size=hidden,
-        no_bias_gelu_fusion=activation == EXACT_GELU,
-        num_attention_heads=config["n_head"],
-        ffn_hidden_size=config.get("n_inner") or 4 * hidden,
-        kv_channels=hidden // config["n_head"],
-        num_query_groups=config["n_head"],
-        seq_length=positions,
-        max_position_embeddings=positions,
-        norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
-        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", True),
-        init_method_std=config.get("initializer_range", 0.02),
-        attention_dropout=config.get("attn_pdrop", 0.1),
-        hidden_dropout=config.get("resid_pdrop", 0.1),
+        **values,
+        no_bias_gelu_fusion=config.text("activation_function") == EXACT_GELU,
+        kv_channels=hidden // heads,
+        num_query_groups=heads,
+        max_position_embeddings=values["seq_length"],
+        untie_embeddings_and_output_weights=not config.switch("tie_word_embeddings"),
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.checkpoint.hf import gpt2, llama
-from megatron_zpp.checkpoint.hf.rules import Boundaries, TensorRule
+from megatron_zpp.checkpoint.hf.rules import Boundaries, Buffer, TensorRule
+from megatron_zpp.config.flag import any_of
+from megatron_zpp.config.outside import Members
 from megatron_zpp.config.schema import ModelConfig
 
 
@@ -15,20 +17,22 @@ from megatron_zpp.config.schema import ModelConfig
 class Layout:
     """One layout of Hugging Face. `rules` and `config_json` accept only models without unsupported flags.
 
-    prefix: begins every name; a model saved without its head lacks it. ignored: endings of names that are not weights.
+    prefix: begins every name; a model saved without its head lacks it. embedding: the name of the rows to which a head may be tied.
+    buffers: that old versions of transformers saved.
     """
 
     model_type: str
     prefix: str
-    ignored: tuple[str, ...]
+    embedding: str
+    buffers: tuple[Buffer, ...]
     unsupported_flags: Callable[[ModelConfig], list[str]]
     rules: Callable[[ModelConfig, int, int], Iterator[TensorRule]]
     config_json: Callable[[ModelConfig, int, Boundaries], dict[str, Any]]
-    model_config: Callable[[Mapping[str, Any]], ModelConfig]
+    model_config: Callable[[Members], ModelConfig]
 
 
 def _of_family(family: llama.Family) -> Layout:
-    shared = (llama.PREFIX, llama.IGNORED_BUFFERS)
+    shared = (llama.PREFIX, llama.EMBEDDING, llama.BUFFERS)
     return Layout(family.model_type, *shared, family.unsupported_flags, llama.rules, family.config_json, family.model_config)
 
 
@@ -36,7 +40,8 @@ LAYOUTS = (
     Layout(
         "gpt2",
         gpt2.PREFIX,
-        gpt2.IGNORED_BUFFERS,
+        gpt2.EMBEDDING,
+        gpt2.BUFFERS,
         gpt2.unsupported_flags,
         gpt2.rules,
         gpt2.config_json,
@@ -57,11 +62,10 @@ def layout_holding(model: ModelConfig) -> Layout:
     raise ValueError(f"this model cannot be converted, no known layout of Hugging Face can express it: {reasons}.")
 
 
-def layout_of_type(config: Mapping[str, Any]) -> Layout:
+def layout_of_type(config: Members) -> Layout:
     """The layout that config.json names. Raises ValueError for an unknown kind of model."""
-    read = (*LAYOUTS, *READ_ONLY)
-    for layout in read:
-        if layout.model_type == config.get("model_type"):
-            return layout
-    known = ", ".join(layout.model_type for layout in read)
-    raise ValueError(f"config.json describes a model of type {config.get('model_type')}; {known} can be converted.")
+    by_type = {layout.model_type: layout for layout in (*LAYOUTS, *READ_ONLY)}
+    model_type = config.text("model_type")
+    if model_type not in by_type:
+        config.refuse("model_type", any_of(list(by_type)))
+    return by_type[model_type]

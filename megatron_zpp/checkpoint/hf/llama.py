@@ -15,19 +15,63 @@ Both layouts rotate channel d with channel d + D / 2, so rows keep their order w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, HfTensor, TensorRule, norm, one_tensor, vocabulary
+from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, Buffer, HfTensor, TensorRule, norm, one_tensor, vocabulary
+from megatron_zpp.checkpoint.hf.settings import WITHOUT_CHANGE, require, require_full_attention, setting
+from megatron_zpp.config.flag import any_of
+from megatron_zpp.config.outside import Members
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.rotary import RotaryPositions
 
 PREFIX = "model."
-IGNORED_BUFFERS = (".rotary_emb.inv_freq",)  # old versions saved the frequencies
-DEFAULT_ROTARY_BASE = 10000.0
+EMBEDDING = f"{PREFIX}embed_tokens.weight"
+SILU = ("silu", "swish")  # two names for one function
+# Fields of ModelConfig, each with its key in config.json.
+FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "kv_channels": "head_dim",
+    "num_query_groups": "num_key_value_heads",
+    "norm_epsilon": "rms_norm_eps",
+    "init_method_std": "initializer_range",
+    "attention_dropout": "attention_dropout",
+}
+DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
+BUFFERS = (
+    Buffer(
+        ".rotary_emb.inv_freq",
+        "the frequencies of the rotary settings, such as rope_theta, in config.json",
+        lambda model, stored: RotaryPositions(model).are_frequencies(stored),
+    ),
+)
+SCALING_KEYS = ("rope_parameters", "rope_scaling")
+# Of each kind of scaling, the fields with their keys.
+SCALING_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"rotary_seq_len_interpolation_factor": "factor"},
+    "llama3": {
+        "rope_scaling_factor": "factor",
+        "rope_scaling_low_freq_factor": "low_freq_factor",
+        "rope_scaling_high_freq_factor": "high_freq_factor",
+        "rope_scaling_original_max_position_embeddings": "original_max_position_embeddings",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +79,7 @@ class Family:
     """One of the kinds of model. architecture: the class of transformers that loads it.
 
     divides_width: whether this class refuses a number of heads that does not divide the hidden size. may_have_bias: whether config.json may
-    ask for biases. sliding_window: of attention if config.json does not have one.
+    ask for biases. defaults: of this class, where they do not follow from other settings. takes_null: settings that may be null.
     """
 
     model_type: str
@@ -44,7 +88,8 @@ class Family:
     has_qkv_bias: bool = False
     has_head_norms: bool = False
     may_have_bias: bool = False
-    sliding_window: int | None = None
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    takes_null: tuple[str, ...] = ()
 
     def unsupported_flags(self, model: ModelConfig) -> list[str]:
         """The flags of the model that the layout cannot express."""
@@ -102,61 +147,77 @@ class Family:
             return members
         return members | {"attention_bias": model.has_linear_bias} | ({} if self.has_head_norms else {"mlp_bias": model.has_linear_bias})
 
-    def model_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        """Our configuration for the model that Hugging Face's config.json describes.
+    def model_config(self, config: Members) -> ModelConfig:
+        """Our configuration for the model that Hugging Face's config.json describes. A setting that is missing is the class's default.
 
-        Raises ValueError, with the reason, for a model that ours cannot compute, and KeyError for a missing entry.
+        Raises ValueError, with the reason, for a setting that is no such setting, or that our model cannot compute.
         """
+        config = self._with_defaults(config)
         self._check_function(config)
-        heads, positions = config["num_attention_heads"], config["max_position_embeddings"]
+        positions = setting(config, "max_position_embeddings", "seq_length")
+        values = {name: setting(config, key, name) for name, key in FIELDS.items()}
+        if values["num_attention_heads"] % values["num_query_groups"] != 0:
+            config.refuse("num_key_value_heads", f"a divisor of num_attention_heads {values['num_attention_heads']}")
+        if values["kv_channels"] % 2 != 0:
+            config.refuse("head_dim", "an even number (by default hidden_size / num_attention_heads), as rotary positions need")
         return ModelConfig(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            num_attention_heads=heads,
-            ffn_hidden_size=config["intermediate_size"],
-            kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
-            num_query_groups=config.get("num_key_value_heads") or heads,
+            **values,
             seq_length=positions,
             position_embedding_type="rope",
             max_position_embeddings=positions,
             **_rotary_fields(config),
             normalization="RMSNorm",
-            norm_epsilon=config["rms_norm_eps"],
             qk_layernorm=self.has_head_norms,
             swiglu=True,
-            disable_bias_linear=self.has_qkv_bias or not config.get("attention_bias", False),
+            disable_bias_linear=self.has_qkv_bias or not config.switch("attention_bias"),
             add_qkv_bias=self.has_qkv_bias,
-            untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
-            init_method_std=config.get("initializer_range", 0.02),
-            attention_dropout=config.get("attention_dropout", 0.0),
+            untie_embeddings_and_output_weights=not config.switch("tie_word_embeddings"),
             hidden_dropout=0.0,
         )
 
-    def _check_function(self, config: Mapping[str, Any]) -> None:
-        has_bias = self.may_have_bias and config.get("attention_bias", False)
-        expected = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0, "mlp_bias": has_bias}
-        expected |= {"attention_bias": has_bias}
-        for key, value in expected.items():
-            if config.get(key, value) not in (value, None):
-                raise ValueError(f"config.json has {key} {config[key]}, which this model does not compute; only {value} can be converted.")
-        window, positions = config.get("sliding_window", self.sliding_window), config["max_position_embeddings"]
-        if self.sliding_window is not None and window is not None and window < positions:
-            raise ValueError(
-                f"config.json has {positions} positions and sliding_window {window}, which this model does not compute; only null, or a "
-                "window of all positions, can be converted."
-            )
+    def _with_defaults(self, config: Members) -> Members:
+        """The settings with the defaults of transformers, where it has one, in place of those that are missing."""
+        hidden, heads = setting(config, "hidden_size", "hidden_size"), setting(config, "num_attention_heads", "num_attention_heads")
+        if self.divides_width and hidden % heads != 0:
+            config.refuse("num_attention_heads", f"a divisor of hidden_size {hidden}")
+        positions = config.any("max_position_embeddings")
+        following = {"num_key_value_heads": heads, "head_dim": hidden // heads, "sliding_window": positions}
+        no_scaling: dict[str, Any] = {key: {} for key in SCALING_KEYS}
+        null = no_scaling | {key: following[key] for key in self.takes_null}
+        return config.filled({**DEFAULTS, **following, **no_scaling, **self.defaults}, null)
+
+    def _check_function(self, config: Members) -> None:
+        biases = (False, True) if self.may_have_bias else (False,)
+        require(config, {**WITHOUT_CHANGE, "attention_bias": biases, "hidden_act": SILU, "use_sliding_window": (False,)})
+        if config.switch("mlp_bias") != config.switch("attention_bias"):
+            config.refuse("mlp_bias", "what attention_bias is, for this model to compute it")
+        require_full_attention(config, setting(config, "num_hidden_layers", "num_layers"))
+        positions = config.positive_count("max_position_embeddings")
+        if "sliding_window" in self.defaults and config.positive_count("sliding_window") < positions:
+            config.refuse("sliding_window", f"null, or a window of all {positions} positions, for this model to compute it")
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", divides_width=True, may_have_bias=True)
-MISTRAL = Family("mistral", "MistralForCausalLM", sliding_window=4096)
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
+LLAMA = Family("llama", "LlamaForCausalLM", divides_width=True, may_have_bias=True, takes_null=("num_key_value_heads", "head_dim"))
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    takes_null=("head_dim", "sliding_window"),
+)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True, defaults={"num_key_value_heads": 32}, takes_null=("num_key_value_heads",))
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    has_head_norms=True,
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
+    takes_null=("num_key_value_heads",),
+)
 
 
 def rules(model: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Iterator[TensorRule]:
     """The rules for every parameter of a model without unsupported flags. vocab_size: rows of the embedding in Hugging Face's files."""
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    yield vocabulary("embedding.word.weight", f"{PREFIX}embed_tokens.weight", (vocab_size, hidden), padded_vocab_size)
+    yield vocabulary("embedding.word.weight", EMBEDDING, (vocab_size, hidden), padded_vocab_size)
     for index in range(model.num_layers):
         block, hf_block = f"blocks.{index}", f"{PREFIX}layers.{index}"
         yield from norm(model, f"{block}.attention_norm", f"{hf_block}.input_layernorm", hidden)
@@ -221,26 +282,24 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return None
 
 
-def _rotary_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary_fields(config: Members) -> dict[str, Any]:
     """The fields of ModelConfig for rotary positions. Reads both forms: rope_theta and rope_scaling, or rope_parameters with both.
 
     Raises ValueError for two forms of scaling: of these, transformers follows rope_scaling alone, without the base that the other has.
     """
-    if config.get("rope_parameters") and config.get("rope_scaling"):
-        raise ValueError("config.json has rope_parameters and rope_scaling; only one of them can be converted, so remove the other.")
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    fields = {"rotary_base": float(scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROTARY_BASE)}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return fields
-    if kind == "linear":
-        return fields | {"rotary_seq_len_interpolation_factor": scaling["factor"]}
-    if kind == "llama3":
-        return fields | {
-            "use_rope_scaling": True,
-            "rope_scaling_factor": scaling["factor"],
-            "rope_scaling_low_freq_factor": scaling["low_freq_factor"],
-            "rope_scaling_high_freq_factor": scaling["high_freq_factor"],
-            "rope_scaling_original_max_position_embeddings": scaling["original_max_position_embeddings"],
-        }
-    raise ValueError(f"config.json has rope_type {kind}, which this model does not compute; default, linear and llama3 can be converted.")
+    forms = [config.members(key) for key in SCALING_KEYS]
+    if all(form.values for form in forms):
+        config.refuse(SCALING_KEYS[1], f"left out beside {SCALING_KEYS[0]}")
+    scaling = next((form for form in forms if form.values), forms[0])
+    scaling.require_only({"rope_theta", "rope_type", "type", "partial_rotary_factor", *SCALING_FIELDS["llama3"].values()})
+    require(scaling, WITHOUT_CHANGE)
+    key = "rope_type" if "rope_type" in scaling else "type"
+    kind = scaling.text(key) if key in scaling else "default"
+    if kind not in SCALING_FIELDS:
+        scaling.refuse(key, f"{any_of(list(SCALING_FIELDS))} for this model to compute it")
+    base = setting(scaling if "rope_theta" in scaling else config, "rope_theta", "rotary_base")
+    scaling = scaling.filled({"original_max_position_embeddings": config.any("max_position_embeddings")})
+    fields = {name: setting(scaling, key, name) for name, key in SCALING_FIELDS[kind].items()}
+    if kind == "llama3" and fields["rope_scaling_high_freq_factor"] <= fields["rope_scaling_low_freq_factor"]:
+        scaling.refuse("high_freq_factor", f"above low_freq_factor {fields['rope_scaling_low_freq_factor']}")
+    return {"rotary_base": base, "use_rope_scaling": kind == "llama3", **fields}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from megatron_zpp.config.schema import ModelConfig
 
 HEAD = "lm_head.weight"  # of an untied model, in every layout
+COMPARED_NUMEL = 1 << 22  # of a part of two tensors, so that a comparison needs little memory beside them
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,18 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that is not imported, because config.json alone determines it.
+
+    ending: of its name. rule: what it is, in words. holds: whether a tensor is that for a model.
+    """
+
+    ending: str
+    rule: str
+    holds: Callable[[ModelConfig, Tensor], bool]
 
 
 @dataclass(frozen=True)
@@ -80,3 +94,16 @@ def padded_rows(rows_VH: Tensor, padded_vocab_size: int) -> Tensor:
     """
     missing = padded_vocab_size - rows_VH.shape[0]
     return rows_VH if missing == 0 else torch.cat([rows_VH, rows_VH.mean(0, keepdim=True).expand(missing, -1)])
+
+
+def compared_rows(shape: Sequence[int]) -> int:
+    """Rows of a part of a tensor of this shape."""
+    return max(1, COMPARED_NUMEL // max(1, math.prod(shape[1:])))
+
+
+def largest_difference(parts: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The largest difference between values of two tensors, which come in pairs of parts of one shape. NaN if a difference is NaN."""
+    largest = torch.zeros(())
+    for one, other in parts:
+        largest = torch.maximum(largest, (one.float() - other.float()).abs().max())
+    return largest.item()

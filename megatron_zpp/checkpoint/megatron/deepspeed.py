@@ -76,9 +76,10 @@ def _pipeline(paths: Sequence[Path]) -> Iterator[tuple[str, StoredTensor]]:
     has_embedding = False
     for file in map(RankFile, paths):
         tensors = dict(file.tensors(file.file.root))
-        if EMBEDDING in tensors:
-            prefix = "" if has_embedding else "embedding."  # the second one is the tied head
-            has_embedding = True
+        if EMBEDDING in tensors and has_embedding:  # the tied head, beside positions that it does not use
+            prefix, tensors = "", {"output_layer.weight": tensors[EMBEDDING]}
+        elif EMBEDDING in tensors:
+            prefix, has_embedding = "embedding.", True
         elif BLOCK in tensors:
             prefix = f"encoder.layers.{blocks}."
             blocks += 1
@@ -86,5 +87,4 @@ def _pipeline(paths: Sequence[Path]) -> Iterator[tuple[str, StoredTensor]]:
             prefix, tensors = "", {"output_layer.weight": tensors.pop(HEAD), **tensors}
         else:
             prefix = "encoder.final_layernorm."
-        if prefix or EMBEDDING not in tensors:
-            yield from ((f"{prefix}{name}", tensor) for name, tensor in tensors.items())
+        yield from ((f"{prefix}{name}", tensor) for name, tensor in tensors.items())

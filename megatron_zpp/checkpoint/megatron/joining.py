@@ -17,22 +17,24 @@ The rows of qkv within a rank, for N heads of D channels (checkpoint_version):
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf.rules import padded_rows
-from megatron_zpp.checkpoint.megatron.source import Source, StoredTensor, layers_of
+from megatron_zpp.checkpoint.hf.rules import compared_rows, largest_difference, padded_rows
+from megatron_zpp.checkpoint.megatron.names import FREQUENCIES
+from megatron_zpp.checkpoint.megatron.source import HEAD, WORD, Source, StoredTensor, layers_of
 from megatron_zpp.checkpoint.stored_flags import units_of
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.rotary import RotaryPositions
 
 VERSIONS = (0, 1, 2, 3)
 FIRST_VERSION_OF_GROUPS = 2
-WORD = "embedding.word.weight"
-HEAD = "final.head.weight"
 VOCABULARY = (WORD, HEAD)
+TIED = "copy the whole checkpoint again, or another one of the run."
 
 
 class Joint(enum.Enum):
@@ -83,6 +85,7 @@ class Joining:
         self.differing: list[str] = []
         self._check_names()
         self._check_shapes()
+        self._check_frequencies()
 
     def joint(self, name: str) -> Joint:
         return joint_of(name, self.model)
@@ -92,8 +95,11 @@ class Joining:
         return [rank[name] for rank in self.source.ranks]
 
     def weight(self, name: str) -> Tensor:
-        """A whole parameter in fp32."""
+        """A whole parameter in fp32. Raises ValueError if it is an embedding, and the checkpoint has a tied head with other values."""
         parts = [self._in_order(name, tensor.read()).float() for tensor in self.parts(name)]
+        if name == WORD and not self.model.untie_embeddings_and_output_weights:
+            for rank, part in zip(self.source.ranks, parts, strict=True):
+                _check_tied_head(rank, part)
         joint = self.joint(name)
         if joint is Joint.COLUMNS:
             return torch.cat(parts, dim=1)
@@ -127,8 +133,8 @@ class Joining:
         self.units = units_of(self.model, self.padded_vocab_size)
         needed = {param.name for unit in self.units for param in unit.params}
         for rank, named in enumerate(self.source.ranks):
-            # The last pipeline rank has a copy of a tied embedding as its head.
-            found = named.keys() if self.model.untie_embeddings_and_output_weights else named.keys() - {HEAD}
+            found = {name for name in named if not name.startswith(FREQUENCIES)}
+            found -= set() if self.model.untie_embeddings_and_output_weights else {HEAD}
             if needed != found:
                 missing, left = sorted(needed - found), sorted(found - needed)
                 lacks = f"lacks {missing[0]}" if missing else f"has {named[left[0]].where}, which the model of its arguments does not have"
@@ -143,6 +149,12 @@ class Joining:
                     if tensor.shape != wanted:
                         raise ValueError(f"{tensor.where} has shape {tensor.shape}, its arguments say {wanted}; copy the whole checkpoint.")
 
+    def _check_frequencies(self) -> None:
+        positions = RotaryPositions(self.model)
+        for tensor in (tensor for rank in self.source.ranks for name, tensor in rank.items() if name.startswith(FREQUENCIES)):
+            if self.model.position_embedding_type != "rope" or not positions.are_frequencies(tensor.read()):
+                raise ValueError(f"{tensor.where} are not the rotary frequencies of its arguments; copy the whole checkpoint again.")
+
     def _part_shape(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
         ranks, joint = len(self.source.ranks), self.joint(name)
         cut = {Joint.EQUAL: None, Joint.COLUMNS: 1}.get(joint, 0)
@@ -152,3 +164,16 @@ class Joining:
         if whole[cut] % divisor != 0:
             raise ValueError(f"{name} of shape {whole} cannot be divided among {ranks} tensor ranks; copy the whole checkpoint.")
         return (*whole[:cut], whole[cut] // ranks, *whole[cut + 1 :])
+
+
+def _check_tied_head(rank: Mapping[str, StoredTensor], embedding: Tensor) -> None:
+    """Raises ValueError if a tensor rank has a copy of its embedding that is none."""
+    if HEAD not in rank:
+        return
+    head, word = rank[HEAD], rank[WORD]
+    if head.shape != word.shape:
+        raise ValueError(f"{head.where} has shape {head.shape}, and {word.where}, to which it is tied, has {word.shape}; {TIED}")
+    rows = compared_rows(head.shape)
+    largest = largest_difference(zip(head.read().split(rows), embedding.split(rows), strict=True))
+    if largest != 0:
+        raise ValueError(f"{head.where} differs from {word.where}, to which it is tied, by up to {largest:g}; {TIED}")

@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.checkpoint.megatron.names import FREQUENCIES
 from megatron_zpp.checkpoint.megatron.pickled import members_of
 from megatron_zpp.checkpoint.megatron.rank_file import RankFile
 from megatron_zpp.checkpoint.megatron.source import (
     BLOCK,
+    HEAD,
     MODEL_WEIGHTS,
+    WORD,
     Source,
     StoredTensor,
     check_tensor_ranks,
@@ -75,11 +78,16 @@ def _paths(folder: Path) -> dict[tuple[int, int], Path]:
 def _whole_model(stages: Sequence[RankFile]) -> dict[str, StoredTensor]:
     whole: dict[str, StoredTensor] = {}
     first_layer = 0
-    for file, model in _chunks(stages):
+    for number, (file, model) in enumerate(_chunks(stages)):
         named = named_here(file.tensors(model), str(file.path))
-        chunk = shifted(named, first_layer)
+        # The last stage may have the embedding again, as a tied head, and each stage the frequencies.
+        copies = {WORD: HEAD, FREQUENCIES: f"{FREQUENCIES} {number}"}
+        for name, tensor in shifted(named, first_layer).items():
+            place = copies.get(name, name) if name in whole else name
+            if place in whole:
+                raise ValueError(f"{tensor.where} is also {whole[place].where}; copy the whole checkpoint of one run.")
+            whole[place] = tensor
         first_layer += layers_of(named)
-        whole = chunk | whole  # the last stage has a copy of a tied embedding
     return whole
 
 

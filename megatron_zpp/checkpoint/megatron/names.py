@@ -22,6 +22,7 @@ OUTSIDE_LAYERS = {
     "encoder.final_norm.": "final.norm.",
     "transformer.final_layernorm.": "final.norm.",
     "output_layer.": "final.head.",
+    "word_embeddings_for_head.": "final.head.",
 }
 # Beginnings of names inside a layer. Transformer Engine counts a norm to the linear layer after it.
 INSIDE_LAYERS = {
@@ -45,7 +46,8 @@ INSIDE_LAYERS = {
     "mlp.linear_fc2.": "mlp.down.",
     "mlp.dense_4h_to_h.": "mlp.down.",
 }
-NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb|rotary_emb|inv_freq|masked_bias|word_embeddings_for_head")
+FREQUENCIES = "rotary.frequencies"  # a buffer, which this model does not store
+NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb|rotary_emb|inv_freq|masked_bias")
 _WRAPPERS = re.compile(r"^(module\.|model\.|language_model\.)+")
 _LAYER = re.compile(r"(?:decoder|encoder|transformer)\.layers\.(?:(?P<layer>0|[1-9][0-9]{0,5})\.)?(?P<rest>.*)")
 
@@ -53,6 +55,8 @@ _LAYER = re.compile(r"(?:decoder|encoder|transformer)\.layers\.(?:(?P<layer>0|[1
 def own_name(stored: str) -> str | None:
     """The name here of a tensor of Megatron, of one layer if it is of all; None if it has no counterpart in this model."""
     name = _WRAPPERS.sub("", stored)
+    if name == "rotary_pos_emb.inv_freq":
+        return FREQUENCIES
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return _renamed(name, OUTSIDE_LAYERS)
@@ -67,8 +71,8 @@ def is_of_all_layers(stored: str) -> bool:
 
 
 def is_no_weight(stored: str) -> bool:
-    """Whether a name is that of a buffer, of state of another library, or of the copy of a tied embedding."""
-    return NO_WEIGHTS.search(stored) is not None
+    """Whether a name is that of a buffer that is not compared, or of state of another library."""
+    return own_name(stored) is None and NO_WEIGHTS.search(stored) is not None
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str | None:

@@ -14,6 +14,8 @@ from megatron_zpp.checkpoint.megatron.names import is_no_weight, own_name
 from megatron_zpp.config.counted import counted
 
 SHOWN_NAMES = 5
+WORD = "embedding.word.weight"
+HEAD = "final.head.weight"  # of a tied model, the copy of the embedding that the last pipeline rank has
 BLOCK = re.compile(r"blocks\.([0-9]+)\.")  # begins the names of a layer
 MAIN_WEIGHTS = "the weights are the fp32 ones of the optimizer"
 MODEL_WEIGHTS = "the weights are those that the model computed with; no fp32 ones are stored under the names of parameters"

@@ -2,24 +2,24 @@
 
 .metadata says which chunks a tensor has, and where each is. A tensor of all layers has one dimension more, the first. Other objects are
 bytes of torch.save; common_state, before 2026 the file common.pt, has the arguments of the run. With a distributed optimizer that saves
-under the names of parameters, the fp32 weights are there too, and they are taken.
+under the names of parameters, the fp32 weights are there too, and they are taken for the parameters that have them.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_zpp.checkpoint.megatron.chunks import Chunk, ChunkedTensor, FileRange
 from megatron_zpp.checkpoint.megatron.legacy import version_of
-from megatron_zpp.checkpoint.megatron.names import is_of_all_layers
+from megatron_zpp.checkpoint.megatron.names import FREQUENCIES, is_of_all_layers
 from megatron_zpp.checkpoint.megatron.pickled import Dictionary, PickleError, members_of, read_pickle
 from megatron_zpp.checkpoint.megatron.rank_file import MOST_NAMES
-from megatron_zpp.checkpoint.megatron.source import MAIN_WEIGHTS, MODEL_WEIGHTS, Source, StoredTensor, named_here, number_of
+from megatron_zpp.checkpoint.megatron.source import MAIN_WEIGHTS, MODEL_WEIGHTS, SHOWN_NAMES, Source, StoredTensor, named_here, number_of
 from megatron_zpp.checkpoint.megatron.torch_file import TorchFile, counts_of
 from megatron_zpp.checkpoint.megatron.window import Window
 from megatron_zpp.checkpoint.other_programs import METADATA_FILE
@@ -41,15 +41,22 @@ def read_torch_dist(folder: Path) -> Source:
     weights = named_here(((name, tensor) for name, tensor in found.items() if not _OPTIMIZER.match(name)), str(folder))
     stored_main = ((_MAIN_WEIGHT.sub("", name), tensor) for name, tensor in found.items() if _MAIN_WEIGHT.match(name))
     main_weights = named_here(stored_main, str(folder))
-    has_main = {name: tensor.shape for name, tensor in weights.items()} == {name: tensor.shape for name, tensor in main_weights.items()}
+    main = {name: tensor for name, tensor in main_weights.items() if name in weights and weights[name].shape == tensor.shape}
     return Source(
         "Megatron core, torch_dist",
         members_of(common["args"]),
         number_of(common.get("iteration")),
         version_of(common),
-        (main_weights if has_main else weights,),
-        (MAIN_WEIGHTS if has_main else MODEL_WEIGHTS,),
+        ({**weights, **main},),
+        (_remark(main, sorted(weights.keys() - main.keys() - {FREQUENCIES})),),
     )
+
+
+def _remark(main: Mapping[str, StoredTensor], others: Sequence[str]) -> str:
+    """What the weights are. others: parameters without fp32 weights of the optimizer, such as frozen ones."""
+    if not main:
+        return MODEL_WEIGHTS
+    return f"{MAIN_WEIGHTS}, but not of {', '.join(others[:SHOWN_NAMES])}, which it does not have" if others else MAIN_WEIGHTS
 
 
 class _Metadata:
