@@ -56,6 +56,7 @@ class Corpus(SplitCorpus):
         return CorpusOrder(
             Path(self.prefix).name,
             self._lengths_digest,
+            self.source.beginnings_digest(len(self.source)),
             len(self.source),
             documents.start,
             documents.stop,
@@ -93,4 +94,4 @@ class Corpus(SplitCorpus):
 
     @cached_property
     def _lengths_digest(self) -> str:
-        return self.source.lengths_digest(len(self.source))
+        return self.source.lengths_digests([len(self.source)])[len(self.source)]

@@ -18,7 +18,7 @@ import glob
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 INDEX_CHUNK_NUMEL = 1 << 20
 TOKEN_CHUNK_NUMEL = 1 << 24
 CHECKED_DOCUMENTS = 100  # documents whose end is looked at
+DIGESTED_DOCUMENTS, DIGESTED_TOKENS = 4, 64  # of which a digest is made, because documents of one length are common
 CUT_OFF_REMEDY = "copy it again, to another name first, and start the run again."
 
 
@@ -103,11 +104,21 @@ class IndexedDataset:
         """The tokens of all sequences before this one; all tokens if it is the number of sequences."""
         return self.token_count if document == len(self) else self._extent(document)[0] // self.dtype.itemsize
 
-    def lengths_digest(self, documents: int) -> str:
-        """The SHA-256 of the lengths of the first `documents` sequences, as stored."""
+    def lengths_digests(self, counts: Iterable[int]) -> dict[int, str]:
+        """The SHA-256 of the lengths of the first so many sequences, as stored, by their number. They are read once."""
+        digest, start, found = hashlib.sha256(), 0, dict[int, str]()
+        for count in sorted(set(counts)):
+            for first in range(start, count, INDEX_CHUNK_NUMEL):
+                digest.update(self.lengths[first : min(first + INDEX_CHUNK_NUMEL, count)].data)
+            start, found[count] = count, digest.hexdigest()
+        return found
+
+    def beginnings_digest(self, count: int) -> str:
+        """The SHA-256 of the first tokens of a few of the first `count` sequences, evenly apart; the same in every stored dtype."""
         digest = hashlib.sha256()
-        for start in range(0, documents, INDEX_CHUNK_NUMEL):
-            digest.update(self.lengths[start : min(start + INDEX_CHUNK_NUMEL, documents)].data)
+        places = range(DIGESTED_DOCUMENTS) if count else ()
+        for document in sorted({place * (count - 1) // (DIGESTED_DOCUMENTS - 1) for place in places}):
+            digest.update(self.read(document, 0, DIGESTED_TOKENS).astype("<i8").data)
         return digest.hexdigest()
 
     def last_tokens(self) -> set[int]:

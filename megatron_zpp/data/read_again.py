@@ -55,19 +55,28 @@ class Again(NamedTuple):
 
 
 class EarlierDocuments:
-    """Finds the documents of earlier orders in the corpora of a run.
+    """Finds the documents of earlier readings in the corpora of a run, also under other names and with further documents after them.
 
-    A corpus begins with the documents of an order if it begins with documents of the same lengths. One of another name is compared only if
-    it has as many documents.
+    Documents are the same if they have the same lengths, and a few of them the same first tokens.
     """
 
-    def __init__(self, sources: Sequence[IndexedDataset]) -> None:
+    def __init__(self, sources: Sequence[IndexedDataset], readings: Sequence[Reading]) -> None:
         self._sources = sources
-        self._digests: dict[tuple[str, int], str] = {}
+        counts = {order.document_count for reading in readings for orders in reading.splits.values() for order in orders}
+        # The digests of a corpus by its prefix, and then by the number of its first documents.
+        self._digests = {
+            source.prefix: source.lengths_digests(count for count in (*counts, len(source)) if count <= len(source)) for source in sources
+        }
 
     def sources_of(self, order: CorpusOrder) -> list[IndexedDataset]:
         """The corpora that begin with the documents of the order."""
-        return [source for source in self._sources if self._begins_with(source, order)]
+        count = order.document_count
+        return [
+            source
+            for source in self._sources
+            if self._digests[source.prefix].get(count) == order.lengths_sha256
+            and source.beginnings_digest(count) == order.beginnings_sha256
+        ]
 
     def read_again(self, readings: Sequence[Reading], train: GPTDataset | BlendedDataset, first: int, stop: int) -> Again:
         """How many tokens in samples [first, stop) of `train` were in the first `first` samples of the run, which `readings` describe."""
@@ -99,9 +108,9 @@ class EarlierDocuments:
         """How many documents of from_split in `then` are of to_split in `here`, without those that were of both before."""
         count = 0
         for order in then.splits.get(from_split, ()):
-            before = [other for other in then.splits.get(to_split, ()) if other.lengths_sha256 == order.lengths_sha256]
-            found = {(Path(source.prefix).name, source.lengths_digest(len(source))) for source in self.sources_of(order)}
-            now = [other for other in here.splits.get(to_split, ()) if (other.corpus, other.lengths_sha256) in found]
+            before, now = (
+                [other for other in reading.splits.get(to_split, ()) if self._begin_alike(order, other)] for reading in (then, here)
+            )
             ends = {place for other in (order, *before, *now) for place in (other.first_document, other.stop_document)}
             for first, stop in pairwise(sorted(ends)):  # all of these documents are in the same orders
                 is_moved = any(first in other.documents for other in now) and not any(first in other.documents for other in before)
@@ -119,13 +128,9 @@ class EarlierDocuments:
             return "whose earlier order takes more memory than this machine has left"
         return None
 
-    def _begins_with(self, source: IndexedDataset, order: CorpusOrder) -> bool:
-        if len(source) != order.document_count and (len(source) < order.document_count or Path(source.prefix).name != order.corpus):
-            return False
-        key = source.prefix, order.document_count
-        if key not in self._digests:
-            self._digests[key] = source.lengths_digest(order.document_count)
-        return self._digests[key] == order.lengths_sha256
+    def _begin_alike(self, order: CorpusOrder, other: CorpusOrder) -> bool:
+        """Whether a corpus begins with the documents of both, so that a number means the same document in both."""
+        return any(source in self.sources_of(other) for source in self.sources_of(order))
 
 
 def drawn(orders: Sequence[CorpusOrder], samples: int) -> list[int]:

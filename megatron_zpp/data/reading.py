@@ -16,12 +16,14 @@ from megatron_zpp.data.epochs import Epochs, plan_epochs
 class CorpusOrder:
     """Everything that decides the order of the samples of one corpus in one split.
 
-    corpus: its file name. lengths_sha256, document_count: of all its documents. first_document, stop_document: those of the split.
-    token_count: of the split. sample_count: asked for; 0 for one pass over the split. share: of the corpus in its blend.
+    corpus: its file name. lengths_sha256, beginnings_sha256, document_count: of all its documents (see IndexedDataset).
+    first_document, stop_document, token_count: of the split. sample_count: asked for; 0 for one pass over the split. share: of the corpus in
+    its blend.
     """
 
     corpus: str
     lengths_sha256: str
+    beginnings_sha256: str
     document_count: int
     first_document: int
     stop_document: int
@@ -35,12 +37,16 @@ class CorpusOrder:
     def documents(self) -> range:
         return range(self.first_document, self.stop_document)
 
+    def has_documents_of(self, other: CorpusOrder) -> bool:
+        """Whether the corpora are the same, as far as it is known, whatever their names and splits are."""
+        return (self.lengths_sha256, self.beginnings_sha256) == (other.lengths_sha256, other.beginnings_sha256)
+
     def other_documents(self, here: CorpusOrder) -> Iterator[str]:
         """What makes the documents of `here` others, with both values."""
         if self.document_count != here.document_count:
             yield f"{counted(self.document_count, 'document')} there and {here.document_count} here"
-        elif self.lengths_sha256 != here.lengths_sha256:
-            yield "documents of other lengths"
+        elif not self.has_documents_of(here):
+            yield "other documents"
         elif self.documents != here.documents:
             yield f"documents {_in_words(self.documents)} there and {_in_words(here.documents)} here"
 
@@ -74,7 +80,8 @@ class Reading:
     def differences(self, here: Reading, split: str) -> list[str]:
         """What makes the documents of a split in `here` others, or the order of its training samples, in words."""
         found = []
-        for then, now in _paired(self.splits.get(split, ()), here.splits.get(split, ())):
+        theirs, ours = self.splits.get(split, ()), here.splits.get(split, ())
+        for then, now in _paired(theirs, ours):
             if then is not None and now is not None:
                 found += [f"{now.corpus} has {difference}" for difference in then.other_documents(now)]
                 found += [f"{now.corpus} has {difference}" for difference in then.other_order(now) if split == "train"]
@@ -82,6 +89,8 @@ class Reading:
                 found.append(f"{then.corpus} is left out")
             elif now is not None:
                 found.append(f"{now.corpus} is new")
+        if not found and split == "train" and not all(then.has_documents_of(now) for then, now in zip(theirs, ours, strict=True)):
+            found.append("the corpora have another order")
         return found
 
 
@@ -113,7 +122,8 @@ def _corpus_order_of(found: Members) -> CorpusOrder:
         for member in fields(CorpusOrder)
         if member.type == "int"
     }
-    order = CorpusOrder(found.text("corpus"), found.text("lengths_sha256"), **counts, share=found.number("share"))
+    digests = {key: found.text(key) for key in ("lengths_sha256", "beginnings_sha256")}
+    order = CorpusOrder(found.text("corpus"), **digests, **counts, share=found.number("share"))
     if not order.first_document <= order.stop_document <= order.document_count:
         found.refuse("stop_document", "at least first_document and at most document_count")
     return order
@@ -124,7 +134,7 @@ def _paired(theirs: Sequence[CorpusOrder], ours: Sequence[CorpusOrder]) -> Itera
     rest = list(ours)
     for then in theirs:
         now = next((now for now in rest if now.corpus == then.corpus), None)
-        now = now or next((now for now in rest if now.lengths_sha256 == then.lengths_sha256), None)
+        now = now or next((now for now in rest if then.has_documents_of(now)), None)
         if now is not None:
             rest.remove(now)
         yield then, now

@@ -35,13 +35,13 @@ def with_reading(progress: Progress, here: Reading) -> Progress:
 def data_notices(config: Config, stored: StoredRun, here: Reading, datasets: Datasets) -> list[str]:
     """Lines about data that differ from those of the stored run, which goes on with `here`."""
     train, readings = datasets.train, stored.readings
-    if not readings or not isinstance(train, GPTDataset | BlendedDataset):
+    if not readings or config.training.skip_train or not isinstance(train, GPTDataset | BlendedDataset):
         return []
     then, end = readings[-1], read_samples(config, stored)
     if not then.tokenizer:
         line = "the checkpoint does not say which data its run has read, so they are not compared with the data here"
         return [line, *order_notices(config, stored)]
-    earlier, lines = EarlierDocuments(datasets.sources), []
+    earlier, lines = EarlierDocuments(datasets.sources, readings), []
     reasons = then.differences(here, "train")
     if reasons and here.first_sample < end:
         again = earlier.read_again(readings, train, here.first_sample, end)

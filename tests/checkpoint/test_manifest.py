@@ -41,6 +41,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 ORDER = {
     "corpus": "corpus",
     "lengths_sha256": "0" * 64,
+    "beginnings_sha256": "0" * 64,
     "document_count": 8,
     "first_document": 0,
     "stop_document": 8,

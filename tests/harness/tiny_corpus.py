@@ -43,7 +43,8 @@ def open_dataset(prefix: str, documents: range, *, sample_count: int, seq_length
         indices,
         CorpusOrder(
             Path(prefix).name,
-            source.lengths_digest(len(source)),
+            source.lengths_digests([len(source)])[len(source)],
+            source.beginnings_digest(len(source)),
             len(source),
             documents.start,
             documents.stop,

@@ -161,9 +161,44 @@ def test_a_corpus_replaced_under_its_name_is_named_because_its_tokens_cannot_be_
     run.leg(f"{flags} {corpus(tmp_path / 'a', 400)}", 20)
     (line,) = run.leg(f"{flags} {corpus(tmp_path / 'b', 400, lengths=LENGTHS[400:])}", 0)
     assert line == (
-        f"{WARNING}(corpus has documents of other lengths): of the 2560 tokens that are read from here on, 0 were read before; not "
+        f"{WARNING}(corpus has other documents): of the 2560 tokens that are read from here on, 0 were read before; not "
         "counted: those of corpus, whose earlier documents are not there"
     )
+
+
+def test_a_corpus_that_grew_under_another_name_is_recognized(tmp_path: Path) -> None:
+    flags = "--seq-length 32 --split 1 --train-iters 40 --data-path"
+    run = Run()
+    run.leg(f"{flags} {corpus(tmp_path / 'a', 400)}", 20)
+    grown = f"{flags} {corpus(tmp_path / 'b', 440, 'grown')}"
+    again, rest = run.read_twice(grown)
+    (line,) = run.leg(grown, 0)
+    changed = "corpus is left out, grown is new"
+    assert line == f"{WARNING}({changed}): of the {rest} tokens that are read from here on, {again} were read before"
+
+
+def test_documents_of_the_same_lengths_with_other_tokens_are_others(tmp_path: Path) -> None:
+    flags = "--seq-length 32 --split 1 --train-iters 40 --data-path"
+    run = Run()
+    run.leg(f"{flags} {corpus(tmp_path / 'a', 400, lengths=[20] * 400)}", 20)
+    (line,) = run.leg(f"{flags} {corpus(tmp_path / 'b', 400, first_token=9000, lengths=[20] * 400)}", 0)
+    assert line.startswith(f"{WARNING}(corpus has other documents)") and line.endswith(
+        "those of corpus, whose earlier documents are not there"
+    )
+
+
+def test_corpora_in_another_order_are_another_order(tmp_path: Path) -> None:
+    first, second = corpus(tmp_path / "a", 400), corpus(tmp_path / "a", 300, "other", 15000)
+    run = Run()
+    run.leg(f"--seq-length 32 --split 1 --train-iters 40 --data-path 1 {first} 1 {second}", 15)
+    (line,) = run.leg(f"--seq-length 32 --split 1 --train-iters 40 --data-path 1 {second} 1 {first}", 0)
+    assert line.startswith(f"{WARNING}(the corpora have another order): of the ")
+
+
+def test_an_evaluation_says_nothing_of_training_data(tmp_path: Path) -> None:
+    run = Run()
+    run.leg(f"--seq-length 32 --train-iters 40 --data-path {corpus(tmp_path / 'a', 400)}", 20)
+    assert run.leg(f"--seq-length 32 --train-iters 40 --skip-train --data-path {corpus(tmp_path / 'b', 440)}", 0) == []
 
 
 def test_training_documents_that_become_validation_documents_are_counted(tmp_path: Path) -> None:
