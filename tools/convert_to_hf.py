@@ -20,7 +20,7 @@ from megatron_zpp.checkpoint.shard_file import TensorEntry
 from megatron_zpp.checkpoint.stored_flags import check_tokenizer_files, data_flags, model_flags, open_checkpoint, padded_vocab_size
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer
 
 
 def main() -> None:
@@ -46,16 +46,13 @@ def run(args: argparse.Namespace) -> None:
             return rule.split(weight(rule.parameter))[index]
 
         with new_folder(Path(args.output)) as folder:
-            config = layout.config_json(model, vocab_size, _boundaries(tokenizer))
-            write_json(folder / "config.json", config | {"torch_dtype": args.dtype})  # all versions of transformers read this name
+            boundaries = Boundaries() if tokenizer is None else Boundaries(tokenizer.bos, tokenizer.eod, tokenizer.pad)
+            written_tokenizer = write_tokenizer(folder, data, tokenizer, boundaries, layout.model_type)
+            members = {"torch_dtype": args.dtype, **written_tokenizer.members}  # all versions of transformers read torch_dtype
+            write_json(folder / "config.json", layout.config_json(model, vocab_size, boundaries) | members)
             files = write_tensors(folder, entries, values_of, args.max_shard_bytes)
-            tokenizer_note = write_tokenizer(folder, data)
     written = f"{counted(len(entries), 'tensor')} in {counted(len(files), 'file')}"
-    print(f"{args.output}: layout of {layout.model_type}, {written}, {vocab_size} ids; {tokenizer_note}")
-
-
-def _boundaries(tokenizer: Tokenizer | None) -> Boundaries:
-    return Boundaries() if tokenizer is None else Boundaries(getattr(tokenizer, "bos", None), tokenizer.eod)
+    print(f"{args.output}: layout of {layout.model_type}, {written}, {vocab_size} ids; {written_tokenizer.note}")
 
 
 def _data(manifest: Manifest, args: argparse.Namespace) -> DataConfig:

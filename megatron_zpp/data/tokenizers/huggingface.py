@@ -9,6 +9,7 @@ from typing import Any
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS, IDS, FastEncoder, NotServed, from_tokenizer_json
+from megatron_zpp.data.tokenizers.files_beside import FilesBeside
 from megatron_zpp.data.tokenizers.served_text import KnownCharacters
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
 from megatron_zpp.data.tokenizers.tokenizer_json import check_served
@@ -18,11 +19,11 @@ KNOWN_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|endofdocum
 
 
 class HuggingFaceTokenizer(BatchTokenizer):
-    """The ids of tokenizer.json, including those that its own rules put around a text.
+    """The ids of tokenizer.json and of the files beside it, including those that its own rules put around a text.
 
     model_path: the file or its folder. The end-of-sentence token named in the files beside it ends a document.
     adds_special_tokens: False leaves the ids around a text out.
-    Special tokens spelled in a text become their ids, as in Hugging Face's classes.
+    Added tokens spelled in a text become their ids, as in Hugging Face's classes.
     """
 
     package = "tokenizers"
@@ -35,12 +36,23 @@ class HuggingFaceTokenizer(BatchTokenizer):
         self._tokenizer.no_padding()
         if not adds_special_tokens:
             self._tokenizer.post_processor = None
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        beside = FilesBeside(path)
+        beside.add_numbered_tokens(self._tokenizer)
+        end = _end_token(path, beside, self._vocabulary())
+        beside.add_named_tokens(self._tokenizer)
+        vocabulary = self._vocabulary()
         self.vocab_size = max(vocabulary.values()) + 1
-        self.eod = vocabulary[_end_token(path, vocabulary)]
+        self.eod = vocabulary[end]
+        self.bos = self._begin(vocabulary.get(beside.spelling("bos_token") or "")) if adds_special_tokens else None
+        self.pad = vocabulary.get(beside.spelling("pad_token") or "")
+        self.config = beside.config
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
+
+    def tokenizer_json(self) -> str:
+        """The text of a tokenizer.json that gives the same ids without other files."""
+        return str(self._tokenizer.to_str())
 
     def detokenize(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.vocab_size)
@@ -49,11 +61,14 @@ class HuggingFaceTokenizer(BatchTokenizer):
     def _fast_encoder(self) -> FastEncoder:
         if self.vocab_size > IDS:
             raise NotServed(f"ids of {IDS} and more")
-        written = self._tokenizer.to_str()
+        written = self.tokenizer_json()
         content = json.loads(written)
         check_served(content)
         accepts = KnownCharacters(normalizes=content["normalizer"] is not None)
-        before, after = self._ids_around()
+        around = self._ids_around()
+        if around is None:
+            raise NotServed("x is a token that its own rules put around a text")
+        before, after = around
         encoder = FastEncoder(from_tokenizer_json, written.encode(), accepts, before=before, after=after)
         added = "x".join(token["content"] for token in content["added_tokens"])
         vocabulary = self._tokenizer.decode(list(content["model"]["vocab"].values()), skip_special_tokens=True)
@@ -63,13 +78,20 @@ class HuggingFaceTokenizer(BatchTokenizer):
     def _encode_slowly(self, texts: Sequence[str]) -> TokenizedTexts:
         return join_lists(encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts)))
 
-    def _ids_around(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer's own rules put before and after a text."""
+    def _vocabulary(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def _begin(self, named: int | None) -> int | None:
+        """The id that begins a text: the named one, else the only one that the tokenizer's own rules put before a text."""
+        before, _ = self._ids_around() or ([], [])
+        return before[0] if named is None and len(before) == 1 else named
+
+    def _ids_around(self) -> tuple[list[int], list[int]] | None:
+        """The ids that the tokenizer's own rules put before and after a text, None if they cannot be told from the text."""
         encoding = self._tokenizer.encode("x")
         text = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
-        if not text:
-            raise NotServed("x is a token that its own rules put around a text")
-        return encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]
+        return (encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]) if text else None
 
 
 def _load(path: Path, model_path: str) -> Any:
@@ -93,14 +115,14 @@ def _load(path: Path, model_path: str) -> Any:
         source.refuse(f"is not a tokenizer.json ({error})")
 
 
-def _end_token(path: Path, vocabulary: dict[str, int]) -> str:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        beside = path.with_name(name)
-        token = _read_end(beside) if beside.exists() else None
-        if token is not None:
-            if token not in vocabulary:
-                raise ValueError(f"{beside} names {token!r} as eos_token, which {path} does not have; give files of one tokenizer.")
-            return token
+def _end_token(path: Path, beside: FilesBeside, vocabulary: dict[str, int]) -> str:
+    token = beside.spelling("eos_token")
+    if token is not None:
+        if token not in vocabulary:
+            raise ValueError(
+                f"{beside.file_naming('eos_token')} names {token!r} as eos_token, which {path} does not have; give files of one tokenizer."
+            )
+        return token
     known = [token for token in KNOWN_ENDS if token in vocabulary]
     if len(known) != 1:
         found = " and ".join(known) or "none of the usual ones"
@@ -109,11 +131,3 @@ def _end_token(path: Path, vocabulary: dict[str, int]) -> str:
             'put a tokenizer_config.json with "eos_token" beside it.'
         )
     return known[0]
-
-
-def _read_end(path: Path) -> str | None:
-    # Such files hold "model_max_length": 10^30 for no limit.
-    token = OutsideFile(path, str(path), "copy it again.").members(has_any_numbers=True).values.get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
