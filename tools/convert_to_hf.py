@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
 from megatron_zpp.checkpoint.hf.layouts import layout_holding
-from megatron_zpp.checkpoint.hf.rules import Boundaries
-from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
+from megatron_zpp.checkpoint.hf.tokenizer import boundaries_of, write_tokenizer
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import TensorEntry
 from megatron_zpp.checkpoint.stored_flags import check_tokenizer_files, data_flags, model_flags, open_checkpoint, padded_vocab_size
@@ -46,10 +45,9 @@ def run(args: argparse.Namespace) -> None:
             return rule.split(weight(rule.parameter))[index]
 
         with new_folder(Path(args.output)) as folder:
-            boundaries = Boundaries() if tokenizer is None else Boundaries(tokenizer.bos, tokenizer.eod, tokenizer.pad)
-            written_tokenizer = write_tokenizer(folder, data, tokenizer, boundaries, layout.model_type)
+            written_tokenizer = write_tokenizer(folder, data, tokenizer, layout.model_type)
             members = {"torch_dtype": args.dtype, **written_tokenizer.members}  # all versions of transformers read torch_dtype
-            write_json(folder / "config.json", layout.config_json(model, vocab_size, boundaries) | members)
+            write_json(folder / "config.json", layout.config_json(model, vocab_size, boundaries_of(tokenizer)) | members)
             files = write_tensors(folder, entries, values_of, args.max_shard_bytes)
     written = f"{counted(len(entries), 'tensor')} in {counted(len(files), 'file')}"
     print(f"{args.output}: layout of {layout.model_type}, {written}, {vocab_size} ids; {written_tokenizer.note}")
@@ -68,7 +66,10 @@ def _vocab_size(ids: int | None, padded: int) -> int:
     if ids is None:
         raise ValueError("the checkpoint does not say how many ids its tokenizer has; give --vocab-size or --keep-vocab-padding.")
     if ids > padded:
-        raise ValueError(f"--vocab-size {ids} is more than the {padded} rows of the embedding; correct it.")
+        raise ValueError(
+            f"the tokenizer has {ids} ids (--vocab-size), more than the {padded} rows of the embedding; "
+            "give the --tokenizer-model of the training, or the --vocab-size that it had."
+        )
     return ids
 
 

@@ -12,8 +12,7 @@ from harness.cut_tokenizers import added_token, cut_tokenizer
 from harness.trained_tokenizers import training_texts, write_gpt2_files, write_sentencepiece_model
 
 from megatron_zpp.checkpoint.export import write_json
-from megatron_zpp.checkpoint.hf.rules import Boundaries
-from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
+from megatron_zpp.checkpoint.hf.tokenizer import boundaries_of, write_tokenizer
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -37,9 +36,8 @@ def exported(folder: Path, data: DataConfig, model_type: str) -> tuple[str, Toke
 
     folder.mkdir()
     tokenizer = build_tokenizer(data)
-    boundaries = Boundaries(tokenizer.bos, tokenizer.eod, tokenizer.pad)
-    written = write_tokenizer(folder, data, tokenizer, boundaries, model_type)
-    write_json(folder / "config.json", {"model_type": model_type, **boundaries.members(), **written.members})
+    written = write_tokenizer(folder, data, tokenizer, model_type)
+    write_json(folder / "config.json", {"model_type": model_type, **boundaries_of(tokenizer).members(), **written.members})
     place = folder / "tokenizer"
     return written.note, tokenizer, AutoTokenizer.from_pretrained(place if place.exists() else folder)
 
@@ -73,6 +71,8 @@ def test_a_sentencepiece_bpe_has_its_ids_also_where_a_text_spells_its_symbols(
     text = "the fox\n\n<table>  b"
     assert theirs.decode(theirs.encode(text)) == text
     assert theirs.decode([tokenizer.eod], skip_special_tokens=True) == ""
+    back = build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=theirs.name_or_path))
+    check_same_ids(back, theirs)
 
 
 OTHER_MODELS = {
@@ -109,6 +109,8 @@ def test_an_exported_gpt2_tokenizer_has_its_ids_also_where_a_text_spells_the_end
     note, tokenizer, theirs = exported(tmp_path / "hf", data, model_type)
     assert ("in the folder tokenizer, because" in note) == (model_type == "qwen2")
     check_same_ids(tokenizer, theirs, [*TEXTS, *training_texts()])
+    copies = list((tmp_path / "hf").rglob("vocab.json")) + list((tmp_path / "hf").rglob("merges.txt"))
+    assert [path.read_bytes() for path in copies] == [Path(vocab_file).read_bytes(), Path(merge_file).read_bytes()]
     assert (theirs.eos_token_id, theirs.eos_token, len(theirs)) == (tokenizer.eod, "<|endoftext|>", tokenizer.vocab_size)
 
 

@@ -31,7 +31,8 @@ _CONFIG = {
     "split_special_tokens": False,
     "unk_token": None,
 }
-_KEPT = ("model_max_length", "chat_template", "padding_side", "truncation_side")  # of the tokenizer_config.json that the run had
+# Of the tokenizer_config.json that the run had.
+_KEPT = ("model_max_length", "chat_template", "padding_side", "truncation_side", "split_special_tokens")
 _PLAIN_NAMES = {"split_special_tokens": True}  # a text that spells a special token is plain text
 # With this class in config.json transformers 5 encodes with package sentencepiece; transformers 4 refuses it.
 _SENTENCEPIECE_CLASS = {"tokenizer_class": "SentencePieceBackend"}
@@ -61,9 +62,11 @@ class _Files:
     reason: str = ""
 
 
-def write_tokenizer(
-    folder: Path, data: DataConfig, tokenizer: Tokenizer | None, boundaries: Boundaries, model_type: str
-) -> WrittenTokenizer:
+def boundaries_of(tokenizer: Tokenizer | None) -> Boundaries:
+    return Boundaries() if tokenizer is None else Boundaries(tokenizer.bos, tokenizer.eod, tokenizer.pad)
+
+
+def write_tokenizer(folder: Path, data: DataConfig, tokenizer: Tokenizer | None, model_type: str) -> WrittenTokenizer:
     """Writes the tokenizer's files, if AutoTokenizer gives the same ids with them. Else writes tokenizer.model alone, if there is one.
 
     folder: that of config.json. tokenizer: made of `data`; None if the run had ids. model_type: of config.json.
@@ -73,7 +76,7 @@ def write_tokenizer(
     files = _files(data, tokenizer)
     reason = files.reason
     if files.content is not None:
-        config = {**_CONFIG, **files.config, **_names(files.content, boundaries)}
+        config = {**_CONFIG, **files.config, **_names(files.content, boundaries_of(tokenizer))}
         names = f"{', '.join(['tokenizer.json', *files.copies])} and tokenizer_config.json"
         differing = differing_text(files.content, config, model_type, tokenizer)
         if differing is None:
@@ -111,7 +114,7 @@ def _names(content: Mapping[str, Any], boundaries: Boundaries) -> dict[str, str 
 
 def _files(data: DataConfig, tokenizer: Tokenizer) -> _Files:
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        kept = {name: tokenizer.config[name] for name in _KEPT if tokenizer.config.get(name) is not None}
+        kept = {name: tokenizer.tokenizer_config[name] for name in _KEPT if tokenizer.tokenizer_config.get(name) is not None}
         return _Files(json.loads(tokenizer.tokenizer_json()), kept, {})
     if isinstance(tokenizer, GPT2BPETokenizer) and data.vocab_file is not None and data.merge_file is not None:
         copies = {"vocab.json": data.vocab_file, "merges.txt": data.merge_file}

@@ -23,7 +23,8 @@ class HuggingFaceTokenizer(BatchTokenizer):
 
     model_path: the file or its folder. The end-of-sentence token named in the files beside it ends a document.
     adds_special_tokens: False leaves the ids around a text out.
-    Added tokens spelled in a text become their ids, as in Hugging Face's classes.
+    Added tokens spelled in a text become their ids, as in Hugging Face's classes; with split_special_tokens in tokenizer_config.json the
+    special ones are plain text.
     """
 
     package = "tokenizers"
@@ -43,9 +44,15 @@ class HuggingFaceTokenizer(BatchTokenizer):
         vocabulary = self._vocabulary()
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = vocabulary[end]
-        self.bos = self._begin(vocabulary.get(beside.spelling("bos_token") or "")) if adds_special_tokens else None
-        self.pad = vocabulary.get(beside.spelling("pad_token") or "")
-        self.config = beside.config
+        named = {name: vocabulary.get(beside.spelling(name) or "") for name in ("bos_token", "pad_token")}
+        self.bos = self._begin(named["bos_token"]) if adds_special_tokens else None
+        self.pad = named["pad_token"]
+        self.tokenizer_config = beside.config
+        self._split_special_tokens()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._split_special_tokens()  # which the package's own state leaves out
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
@@ -77,6 +84,9 @@ class HuggingFaceTokenizer(BatchTokenizer):
 
     def _encode_slowly(self, texts: Sequence[str]) -> TokenizedTexts:
         return join_lists(encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts)))
+
+    def _split_special_tokens(self) -> None:
+        self._tokenizer.encode_special_tokens = self.tokenizer_config.get("split_special_tokens") is True
 
     def _vocabulary(self) -> dict[str, int]:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -128,6 +128,7 @@ FILES: dict[str, dict[str, Any]] = {
     "objects in the map": {MAP: {"extra_special_tokens": [token("<b>")], "bos_token": token("<a>", lstrip=True)}},
     "names": {CONFIG: {"pad_token": "<pad>", "image_token": "<c>", "bos_token": "<a>", "unk_token": "<b>", "add_bos_token": True}},
     "a name of an ordinary token": {CONFIG: {"pad_token": "aA"}},
+    "plain names": {CONFIG: {"extra_special_tokens": ["<a>"], "split_special_tokens": True}, NUMBERED: {"<b>": NEXT_ID}},
 }
 
 
@@ -148,6 +149,7 @@ def test_tokens_that_only_the_files_beside_name_have_the_ids_of_transformers(tmp
     expected = [theirs.encode(text) for text in texts]
     assert [ours.tokenize(text) for text in texts] == expected
     assert ours.vocab_size == len(theirs)
+    ours = pickle.loads(pickle.dumps(ours))
     ours.prepare_batches()
     assert ours.tokenize_batch(texts).ids.tolist() == [token_id for ids in expected for token_id in ids]
     assert (ours.bos, ours.eod, ours.pad) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
