@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.cut_tokenizers import added_token, cut_tokenizer
+from harness.cut_tokenizers import cut_tokenizer
 from harness.trained_tokenizers import training_texts, write_gpt2_files, write_sentencepiece_model
 
 from megatron_zpp.checkpoint.export import write_json
@@ -166,11 +166,11 @@ def test_tokens_of_the_files_beside_are_exported_with_their_ids(tmp_path: Path) 
     assert (theirs.chat_template, theirs.model_max_length) == ("{{ messages }}", 10**30)
 
 
-@pytest.mark.parametrize("flags", [{"single_word": True}, {"lstrip": True, "rstrip": True}, {"normalized": True}, {"special": False}])
-def test_an_end_of_documents_that_no_text_becomes_stays_so(tmp_path: Path, flags: dict[str, bool]) -> None:
-    content = cut_tokenizer(normalizer={"type": "Lowercase"})
-    content["added_tokens"] = [{**added_token("<|EndOfText|>", content["added_tokens"][0]["id"]), **flags}]
-    data = huggingface(tmp_path / "run", content, eos_token="<|EndOfText|>")
-    _, tokenizer, theirs = exported(tmp_path / "hf", data, "llama")
-    check_same_ids(tokenizer, theirs, [*TEXTS, "a <|EndOfText|> b<|EndOfText|>c", "<|endoftext|> <|ENDOFTEXT|>"])
-    assert theirs.eos_token_id == tokenizer.eod
+def test_an_end_of_documents_that_is_no_added_token_is_not_made_one_by_its_name(tmp_path: Path) -> None:
+    content = cut_tokenizer()
+    content["model"]["vocab"]["<|endoftext|>"] = content["added_tokens"].pop()["id"]
+    data = huggingface(tmp_path / "run", content, eos_token=None)
+    _, tokenizer, theirs = exported(tmp_path / "hf", data, "gpt2")
+    check_same_ids(tokenizer, theirs)
+    assert len(tokenizer.tokenize("<|endoftext|>")) > 1
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == tokenizer.eod
