@@ -16,6 +16,7 @@ from megatron_zpp.checkpoint.hf.tokenizer import boundaries_of, write_tokenizer
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.data.tokenizers.tokenizer_json import PATTERNS
 
 SYMBOLS = ["<start_of_turn>", "<end_of_turn>", "<table>", "\n\n", "\n\n\n", "\t"]
 GEMMA = {"user_defined_symbols": SYMBOLS, "control_symbols": ["<mask>"], "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
@@ -130,6 +131,32 @@ def test_a_tokenizer_json_is_read_as_it_is_by_every_kind_of_model(tmp_path: Path
     assert (theirs.eos_token_id, len(theirs)) == (tokenizer.eod, tokenizer.vocab_size)
 
 
+# What AutoTokenizer follows in a tokenizer_config.json, and training does not.
+OTHER_CONFIGS: dict[str, dict[str, Any]] = {
+    "a class with rules of its own": {"tokenizer_class": "T5Tokenizer"},
+    "a space before every text": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
+    "a class that adds tokens": {"tokenizer_class": "BertTokenizer"},
+    "a begin-of-text": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>"},
+}
+
+
+@pytest.mark.parametrize("config", OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
+def test_rules_of_a_tokenizer_config_that_training_did_not_follow_are_left_behind(tmp_path: Path, config: dict[str, Any]) -> None:
+    content = cut_tokenizer(PATTERNS[2], added_tokens=["<a>", "<s>"], ignore_merges=True)
+    _, tokenizer, theirs = exported(tmp_path / "hf", huggingface(tmp_path / "run", content, **config), "gpt2")
+    check_same_ids(tokenizer, theirs)
+    assert len(theirs) == tokenizer.vocab_size
+
+
+def test_a_tokenizer_of_qwen2_stays_beside_its_config_json(tmp_path: Path) -> None:
+    content = cut_tokenizer(PATTERNS[1], normalizer={"type": "NFC"}, added_tokens=["<a>"])
+    data = huggingface(tmp_path / "run", content, tokenizer_class="Qwen2Tokenizer", pad_token="<a>", extra_special_tokens=["<EOD>"])
+    note, tokenizer, theirs = exported(tmp_path / "hf", data, "qwen2")
+    assert (note, type(theirs).__name__) == ("tokenizer.json and tokenizer_config.json", "Qwen2Tokenizer")
+    check_same_ids(tokenizer, theirs)
+    assert (theirs.pad_token_id, len(theirs)) == (tokenizer.pad, tokenizer.vocab_size)
+
+
 def beginning(content: dict[str, Any], name: str) -> dict[str, Any]:
     """The content with the added token `name` before every text."""
     token_id = next(token["id"] for token in content["added_tokens"] if token["content"] == name)
@@ -174,3 +201,13 @@ def test_an_end_of_documents_that_is_no_added_token_is_not_made_one_by_its_name(
     check_same_ids(tokenizer, theirs)
     assert len(tokenizer.tokenize("<|endoftext|>")) > 1
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == tokenizer.eod
+
+
+def test_a_tokenizer_that_refuses_texts_is_exported(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "<|endoftext|>": 2}, "unk_token": "<unk>"}
+    content = {**cut_tokenizer(), "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}, "decoder": None}
+    content["added_tokens"] = [{**content["added_tokens"][0], "id": 2}]
+    _, tokenizer, theirs = exported(tmp_path / "hf", huggingface(tmp_path / "run", content), "llama")
+    check_same_ids(tokenizer, theirs, ["a b a", "<|endoftext|> b", ""])
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer.tokenize("c")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer as Encoder
@@ -42,7 +42,16 @@ def differing_text(content: Mapping[str, Any], config: Mapping[str, Any], model_
     encoder.no_truncation()
     encoder.no_padding()
     encoder.encode_special_tokens = config["split_special_tokens"]
-    return next((text for text in _texts(encoder, tokenizer) if encoder.encode(text).ids != tokenizer.tokenize(text)), None)
+    texts = _texts(encoder, tokenizer)
+    return next((text for text in texts if _ids(lambda text: encoder.encode(text).ids, text) != _ids(tokenizer.tokenize, text)), None)
+
+
+def _ids(encode: Callable[[str], list[int]], text: str) -> list[int] | None:
+    """The ids of a text, None if the tokenizer refuses it, as one without an unknown token may do."""
+    try:
+        return encode(text)
+    except Exception:  # which is what package tokenizers raises
+        return None
 
 
 def _texts(encoder: Encoder, tokenizer: Tokenizer) -> Iterator[str]:

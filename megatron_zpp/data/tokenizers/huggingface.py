@@ -44,9 +44,10 @@ class HuggingFaceTokenizer(BatchTokenizer):
         vocabulary = self._vocabulary()
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = vocabulary[end]
-        named = {name: vocabulary.get(beside.spelling(name) or "") for name in ("bos_token", "pad_token")}
-        self.bos = self._begin(named["bos_token"]) if adds_special_tokens else None
-        self.pad = named["pad_token"]
+        named = {name: vocabulary.get(token) for name in ("bos_token", "pad_token") if (token := beside.spelling(name)) is not None}
+        if adds_special_tokens:
+            self.bos = self._only_begin() if named.get("bos_token") is None else named["bos_token"]
+        self.pad = named.get("pad_token")
         self.tokenizer_config = beside.config
         self._split_special_tokens()
 
@@ -72,10 +73,7 @@ class HuggingFaceTokenizer(BatchTokenizer):
         content = json.loads(written)
         check_served(content)
         accepts = KnownCharacters(normalizes=content["normalizer"] is not None)
-        around = self._ids_around()
-        if around is None:
-            raise NotServed("x is a token that its own rules put around a text")
-        before, after = around
+        before, after = self._ids_around()
         encoder = FastEncoder(from_tokenizer_json, written.encode(), accepts, before=before, after=after)
         added = "x".join(token["content"] for token in content["added_tokens"])
         vocabulary = self._tokenizer.decode(list(content["model"]["vocab"].values()), skip_special_tokens=True)
@@ -92,16 +90,20 @@ class HuggingFaceTokenizer(BatchTokenizer):
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
 
-    def _begin(self, named: int | None) -> int | None:
-        """The id that begins a text: the named one, else the only one that the tokenizer's own rules put before a text."""
-        before, _ = self._ids_around() or ([], [])
-        return before[0] if named is None and len(before) == 1 else named
+    def _only_begin(self) -> int | None:
+        """The id, other than `eod`, that is all that the tokenizer's own rules put around a text; None if there are more, or none."""
+        encoding = self._tokenizer.encode("")
+        added = [token for token, is_added in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if is_added]
+        others = [token for token in added if token != self.eod]
+        return others[0] if len(others) == 1 else None
 
-    def _ids_around(self) -> tuple[list[int], list[int]] | None:
-        """The ids that the tokenizer's own rules put before and after a text, None if they cannot be told from the text."""
+    def _ids_around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer's own rules put before and after a text."""
         encoding = self._tokenizer.encode("x")
         text = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
-        return (encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]) if text else None
+        if not text:
+            raise NotServed("x is a token that its own rules put around a text")
+        return encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]
 
 
 def _load(path: Path, model_path: str) -> Any:
