@@ -63,6 +63,7 @@ class _Files:
 
 
 def boundaries_of(tokenizer: Tokenizer | None) -> Boundaries:
+    """The ids for config.json. tokenizer: None if the run had ids."""
     return Boundaries() if tokenizer is None else Boundaries(tokenizer.bos, tokenizer.eod, tokenizer.pad)
 
 

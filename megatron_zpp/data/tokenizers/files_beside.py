@@ -39,6 +39,7 @@ class FilesBeside:
         return next((_content(members, name) for members in (self._config, self._map) if members.values.get(name) is not None), None)
 
     def file_naming(self, name: str) -> Path:
+        """The file that says the token of a name."""
         return self._path.with_name("tokenizer_config.json" if self._config.values.get(name) is not None else "special_tokens_map.json")
 
     def add_numbered_tokens(self, tokenizer: Any) -> None:

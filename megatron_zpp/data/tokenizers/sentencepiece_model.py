@@ -32,7 +32,7 @@ class ModelParts(NamedTuple):
 
 
 def read_parts(model: bytes) -> ModelParts:
-    """(ModelProto has pieces 1, trainer_spec 2 and normalizer_spec 3; SentencePiece has type 3.)"""
+    """The parts of a serialized model. (ModelProto has pieces 1, trainer_spec 2 and normalizer_spec 3; SentencePiece has type 3.)"""
     parts = ModelParts({}, {}, [])
     specs = {2: parts.trainer, 3: parts.normalizer}
     for number, value in _fields(model):
