@@ -13,14 +13,13 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
 from megatron_zpp.checkpoint.hf.layouts import layout_holding
-from megatron_zpp.checkpoint.hf.rules import Boundaries
-from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
+from megatron_zpp.checkpoint.hf.tokenizer import boundaries_of, write_tokenizer
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import TensorEntry
 from megatron_zpp.checkpoint.stored_flags import check_tokenizer_files, data_flags, model_flags, open_checkpoint, padded_vocab_size
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer
 
 
 def main() -> None:
@@ -46,16 +45,12 @@ def run(args: argparse.Namespace) -> None:
             return rule.split(weight(rule.parameter))[index]
 
         with new_folder(Path(args.output)) as folder:
-            config = layout.config_json(model, vocab_size, _boundaries(tokenizer))
-            write_json(folder / "config.json", config | {"torch_dtype": args.dtype})  # all versions of transformers read this name
+            written_tokenizer = write_tokenizer(folder, data, tokenizer, layout.model_type)
+            members = {"torch_dtype": args.dtype, **written_tokenizer.members}  # all versions of transformers read torch_dtype
+            write_json(folder / "config.json", layout.config_json(model, vocab_size, boundaries_of(tokenizer)) | members)
             files = write_tensors(folder, entries, values_of, args.max_shard_bytes)
-            tokenizer_note = write_tokenizer(folder, data)
     written = f"{counted(len(entries), 'tensor')} in {counted(len(files), 'file')}"
-    print(f"{args.output}: layout of {layout.model_type}, {written}, {vocab_size} ids; {tokenizer_note}")
-
-
-def _boundaries(tokenizer: Tokenizer | None) -> Boundaries:
-    return Boundaries() if tokenizer is None else Boundaries(getattr(tokenizer, "bos", None), tokenizer.eod)
+    print(f"{args.output}: layout of {layout.model_type}, {written}, {vocab_size} ids; {written_tokenizer.note}")
 
 
 def _data(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
@@ -71,7 +66,10 @@ def _vocab_size(ids: int | None, padded: int) -> int:
     if ids is None:
         raise ValueError("the checkpoint does not say how many ids its tokenizer has; give --vocab-size or --keep-vocab-padding.")
     if ids > padded:
-        raise ValueError(f"--vocab-size {ids} is more than the {padded} rows of the embedding; correct it.")
+        raise ValueError(
+            f"the tokenizer has {ids} ids (--vocab-size), more than the {padded} rows of the embedding; "
+            "give the --tokenizer-model of the training, or the --vocab-size that it had."
+        )
     return ids
 
 

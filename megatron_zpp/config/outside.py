@@ -303,6 +303,11 @@ class Members:
         """A list of objects."""
         return _objects(self.list(key), self._file, _place_of(self._place, key))
 
+    def by_place(self, key: str) -> Members:
+        """A list, as an object whose keys are the places in the list."""
+        values = {str(place): value for place, value in enumerate(self.list(key))}
+        return Members(values, self._file, _place_of(self._place, key))
+
     def refuse(self, key: str, rule: str) -> NoReturn:
         """Raises the error of the file: `key must be rule, not value`."""
         self._file.refuse_value(_place_of(self._place, key), rule, self.values[key])

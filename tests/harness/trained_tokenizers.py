@@ -46,19 +46,21 @@ def json_entries(tokens: Sequence[bytes]) -> str:
 
 
 def write_sentencepiece_model(path: Path, **options: Any) -> str:
-    """A BPE model of MODEL_SIZE pieces that changes no text; 1 and 2 are its begin and end of sentence."""
+    """A BPE model of MODEL_SIZE pieces that changes no text; 1 and 2 are its begin and end of sentence. options: replace those here."""
     model = io.BytesIO()
+    plain = {
+        "model_type": "bpe",
+        "vocab_size": MODEL_SIZE,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+    }
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["def f(x): return x", "the quick brown fox jumps over the lazy dog"] * 5),
         model_writer=model,
-        vocab_size=MODEL_SIZE,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
         minloglevel=2,
-        **options,
+        **{**plain, **options},
     )
     path.write_bytes(model.getvalue())
     return str(path)

@@ -18,6 +18,7 @@ import pytest
 import sentencepiece
 import torch
 from generate_text import load_model, open_checkpoint
+from harness.cut_tokenizers import added_token, cut_tokenizer
 from harness.places import ROOT
 from harness.small_gpt import VOCAB, small_config, small_gpt
 from safetensors.torch import load_file, save_file
@@ -29,7 +30,6 @@ from megatron_zpp.checkpoint.hf import gpt2
 from megatron_zpp.checkpoint.hf.folder import HfFolder
 from megatron_zpp.checkpoint.hf.layouts import layout_holding, layout_of_type
 from megatron_zpp.checkpoint.hf.rules import Boundaries
-from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
 from megatron_zpp.checkpoint.stored_flags import data_flags
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.outside import Members, OutsideFile
@@ -270,9 +270,9 @@ def test_a_tokenizer_of_another_kind_goes_along_as_it_is(tmp_path: Path, monkeyp
     assert "tokenizer.model alone" in capsys.readouterr().out
 
 
-def test_documents_of_the_earlier_llama2_tokenizer_begin_with_its_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_documents_of_the_earlier_llama2_tokenizer_begin_with_its_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
     path = tmp_path / "tok.model"
     path.write_bytes(train_model([f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"], vocab_size=280, model_type="bpe"))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -286,7 +286,30 @@ def test_documents_of_the_earlier_llama2_tokenizer_begin_with_its_piece(
         folder = exported(place, materialize(GPT(gpt2_config(), 304, 7, torch.float32)), monkeypatch, data=data)
         config = json.loads((folder / "config.json").read_text())
         assert (config["bos_token_id"], config["eos_token_id"]) == (first, end)
-        assert ("begin-of-sentence piece before every text" in capsys.readouterr().out) == (first == begin)
+        assert AutoTokenizer.from_pretrained(folder).encode("") == ([begin] if first == begin else [])
+
+
+def test_the_tokens_that_begin_and_end_a_document_come_back_in_the_configuration_that_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    content = cut_tokenizer()
+    names = ("<|begin_of_text|>", "<|end_of_text|>", "<pad>")
+    content["added_tokens"] = [added_token(name, index) for index, name in enumerate(names)]
+    shifted = {token: index + len(names) for token, index in content["model"]["vocab"].items()}
+    content["model"]["vocab"] = {**{name: index for index, name in enumerate(names)}, **shifted}
+    tokens = {"bos_token": names[0], "eos_token": {"__type": "AddedToken", **added_token(names[1], 1)}, "pad_token": names[2]}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "run" / "tokenizer_config.json").write_text(json.dumps(tokens))
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "run"))
+    model = materialize(GPT(small_config(**{**NO_BIASES, "num_query_groups": 3}), len(shifted) + len(names), 7, torch.float32))
+    folder = exported(tmp_path, model, monkeypatch, data=data)
+    generates = AutoModelForCausalLM.from_pretrained(folder).generation_config
+    config = json.loads((folder / "config.json").read_text())
+    for found in (config, generates.to_dict()):
+        assert (found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]) == (0, 1, 2)
 
 
 def test_what_has_more_rows_than_its_tokenizer_has_ids_trains_with_that_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,16 +645,3 @@ def test_both_forms_of_rotary_parameters_are_read() -> None:
     found = [model_of(config) for config in (older, newer)]
     assert found[0] == found[1]
     assert (found[0].rotary_base, found[0].rotary_seq_len_interpolation_factor) == (5e5, 2.0)
-
-
-def test_tokenizer_files_of_other_kinds_are_copied_under_the_names_that_transformers_reads(tmp_path: Path) -> None:
-    (tmp_path / "from").mkdir()
-    (tmp_path / "to").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "words.json", "pairs.txt"):
-        (tmp_path / "from" / name).write_text(name)
-    told = write_tokenizer(tmp_path / "to", DataConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path / "from")))
-    assert told == "copies of tokenizer.json, tokenizer_config.json"
-    assert (tmp_path / "to" / "tokenizer.json").read_text() == "tokenizer.json"
-    files = {"vocab_file": str(tmp_path / "from" / "words.json"), "merge_file": str(tmp_path / "from" / "pairs.txt")}
-    write_tokenizer(tmp_path / "to", DataConfig(tokenizer_type="GPT2BPETokenizer", **files))
-    assert ((tmp_path / "to" / "vocab.json").read_text(), (tmp_path / "to" / "merges.txt").read_text()) == ("words.json", "pairs.txt")

@@ -17,14 +17,22 @@ COMPARED_NUMEL = 1 << 22  # of a part of two tensors, so that a comparison needs
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The token ids that begin and end a document; None if the tokenizer has no such token, or if there is no tokenizer."""
+    """The token ids that begin and end a document, and that fill a batch; None without a tokenizer, or if it has no such token.
+
+    If no token begins a document, the end of the previous document does.
+    """
 
     begin: int | None = None
     end: int | None = None
+    pad: int | None = None
 
     def members(self) -> dict[str, int | None]:
-        """The entries of config.json. If no token begins a document, the end of the previous document does."""
-        return {"bos_token_id": self.end if self.begin is None else self.begin, "eos_token_id": self.end}
+        """The entries of config.json, from which transformers also takes those of its generation_config.json."""
+        return {f"{name}_id": token_id for name, token_id in self.named().items()}
+
+    def named(self) -> dict[str, int | None]:
+        """The ids by their names in tokenizer_config.json."""
+        return {"bos_token": self.end if self.begin is None else self.begin, "eos_token": self.end, "pad_token": self.pad}
 
 
 @dataclass(frozen=True)

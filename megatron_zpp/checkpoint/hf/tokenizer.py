@@ -1,125 +1,137 @@
-"""Writes the tokenizer of a run as files for Hugging Face's classes, which then give the same ids for the same text."""
+"""Writes the tokenizer of a run as files from which AutoTokenizer of transformers makes one with the same ids for the same text."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sentencepiece
 
 from megatron_zpp.checkpoint.export import write_json
+from megatron_zpp.checkpoint.hf.auto_tokenizer import REBUILT, differing_text
+from megatron_zpp.checkpoint.hf.rules import Boundaries
+from megatron_zpp.checkpoint.hf.tokenizer_content import byte_level_bpe, sentencepiece_bpe
 from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.data.tokenizers.gpt2 import GPT2BPETokenizer, read_merges, read_vocabulary
+from megatron_zpp.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, PieceTokenizer
+from megatron_zpp.data.tokenizers.sentencepiece_model import read_parts, why_no_plain_bpe
+from megatron_zpp.data.tokenizers.tokenizer import NullTokenizer, Tokenizer
+from megatron_zpp.monitor.output_file import sync_folder
 
-FILES_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-MARK = "\u2581"  # a space, as pieces write it
-_PROBE = "  a\u00a0 \ufb01 \u2460A  b "  # spaces, a ligature and characters that normalization would change
-_TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-
-
-def write_tokenizer(folder: Path, data: DataConfig) -> str:
-    """Writes the tokenizer files into `folder`, if the kind of tokenizer allows it. Returns a sentence that says what was written."""
-    if data.tokenizer_type in ("HuggingFaceTokenizer", "HFTokenizer") and data.tokenizer_model is not None:
-        return _copy_huggingface(folder, Path(data.tokenizer_model))
-    if data.tokenizer_type == "GPT2BPETokenizer" and data.vocab_file is not None and data.merge_file is not None:
-        return _copy_gpt2(folder, data.vocab_file, data.merge_file)
-    if data.tokenizer_type in ("NullTokenizer", None) or data.tokenizer_model is None:
-        return "no tokenizer files: the run had ids for text"
-    if data.tokenizer_type == "TikTokenizer":
-        return "no tokenizer files: transformers reads no .tiktoken file"
-    return _write_sentencepiece(folder, data, data.tokenizer_model)
-
-
-def _copy_huggingface(folder: Path, model_path: Path) -> str:
-    source = model_path if model_path.is_dir() else model_path.parent
-    shutil.copyfile(source / "tokenizer.json" if model_path.is_dir() else model_path, folder / "tokenizer.json")
-    beside = [name for name in FILES_BESIDE if (source / name).is_file()]
-    for name in beside:
-        shutil.copyfile(source / name, folder / name)
-    return f"copies of {', '.join(['tokenizer.json', *beside])}"
+# With this class transformers 4 and 5 take tokenizer.json as it is; without it, the class of the model's kind would change it.
+_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+    "model_input_names": ["input_ids", "attention_mask"],
+    "split_special_tokens": False,
+    "unk_token": None,
+}
+# Of the tokenizer_config.json that the run had.
+_KEPT = ("model_max_length", "chat_template", "padding_side", "truncation_side", "split_special_tokens")
+_PLAIN_NAMES = {"split_special_tokens": True}  # a text that spells a special token is plain text
+# With this class in config.json transformers 5 encodes with package sentencepiece; transformers 4 refuses it.
+_SENTENCEPIECE_CLASS = {"tokenizer_class": "SentencePieceBackend"}
+_MODEL_FILE = "tokenizer.model"
+_SUBFOLDER = "tokenizer"
+_WHY_SUBFOLDER = f"in the folder {_SUBFOLDER}, because beside config.json AutoTokenizer would give other ids with"
 
 
-def _copy_gpt2(folder: Path, vocab_file: str, merge_file: str) -> str:
-    shutil.copyfile(vocab_file, folder / "vocab.json")
-    shutil.copyfile(merge_file, folder / "merges.txt")
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
-    return "vocab.json, merges.txt and tokenizer_config.json"
+class WrittenTokenizer(NamedTuple):
+    """A sentence that says what was written, and the members that config.json needs for it."""
+
+    note: str
+    members: dict[str, Any]
 
 
-def _write_sentencepiece(folder: Path, data: DataConfig, model_path: str) -> str:
-    """Copies the SentencePiece model, and writes a tokenizer.json if one can give the same ids."""
-    shutil.copyfile(model_path, folder / "tokenizer.model")
-    if data.legacy_tokenizer and data.tokenizer_type == "Llama2Tokenizer":
-        return "tokenizer.model alone, for the sentencepiece library: the training put its begin-of-sentence piece before every text"
-    if data.legacy_tokenizer and data.tokenizer_type == "SentencePieceTokenizer":
-        return "tokenizer.model alone: SentencePieceTokenizer with --legacy-tokenizer adds pieces that only this program knows"
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=(folder / "tokenizer.model").read_bytes())
-    if not _is_plain_bpe(pieces):
-        return "tokenizer.model alone, for the sentencepiece library: it is not a BPE model of text as it is"
-    write_json(folder / "tokenizer.json", bpe_json(pieces))
-    end = pieces.id_to_piece(pieces.eos_id())
-    write_json(folder / "tokenizer_config.json", {**_TOKENIZER_CONFIG, "bos_token": end, "eos_token": end})
-    return "tokenizer.json, tokenizer_config.json and tokenizer.model"
+@dataclass(frozen=True)
+class _Files:
+    """What can be written of a tokenizer.
 
-
-def bpe_json(pieces: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
-    """The tokenizer.json of a BPE model without normalization. Text without a piece becomes bytes.
-
-    The higher the score of a piece, the earlier its pairs merge.
+    content: of tokenizer.json; None if there is none, for `reason`. config: members of tokenizer_config.json.
+    copies: paths of the run's files, by the names that they get.
     """
-    names = [pieces.id_to_piece(index) for index in range(pieces.get_piece_size())]
-    vocab = {name: index for index, name in enumerate(names)}
-    merges = []
-    for index in sorted(_mergeable(pieces), key=lambda index: -pieces.get_score(index)):
-        name = names[index]
-        splits = [(name[:cut], name[cut:]) for cut in range(1, len(name))]
-        merges += [[left, right] for left, right in splits if left in vocab and right in vocab]
-    special = [index for index in range(len(names)) if pieces.is_control(index) or pieces.is_unknown(index)]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index, "content": names[index], **flags} for index in special],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": MARK},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": MARK}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-            ],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": names[pieces.unk_id()],
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": vocab,
-            "merges": merges,
-        },
-    }
+
+    content: Mapping[str, Any] | None
+    config: Mapping[str, Any]
+    copies: Mapping[str, str]
+    reason: str = ""
 
 
-def _mergeable(pieces: sentencepiece.SentencePieceProcessor) -> list[int]:
-    ids = range(pieces.get_piece_size())
-    return [
-        index
-        for index in ids
-        if not (pieces.is_control(index) or pieces.is_unknown(index) or pieces.is_byte(index) or pieces.is_unused(index))
-        and len(pieces.id_to_piece(index)) > 1
-    ]
+def boundaries_of(tokenizer: Tokenizer | None) -> Boundaries:
+    """The ids for config.json. tokenizer: None if the run had ids."""
+    return Boundaries() if tokenizer is None else Boundaries(tokenizer.bos, tokenizer.eod, tokenizer.pad)
 
 
-def _is_plain_bpe(pieces: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether the model does not normalize text, encodes unknown characters as bytes, and has the ranks of merges as scores."""
-    scores = [pieces.get_score(index) for index in _mergeable(pieces)]
-    has_bytes = any(pieces.is_byte(index) for index in range(pieces.get_piece_size()))
-    is_unchanged = pieces.normalize(_PROBE) == _PROBE.replace(" ", MARK)
-    return has_bytes and is_unchanged and all(score <= 0 and score == round(score) for score in scores)
+def write_tokenizer(folder: Path, data: DataConfig, tokenizer: Tokenizer | None, model_type: str) -> WrittenTokenizer:
+    """Writes the tokenizer's files, if AutoTokenizer gives the same ids with them. Else writes tokenizer.model alone, if there is one.
+
+    folder: that of config.json. tokenizer: made of `data`; None if the run had ids. model_type: of config.json.
+    """
+    if tokenizer is None or isinstance(tokenizer, NullTokenizer):
+        return WrittenTokenizer("no tokenizer files: the run had ids for text", {})
+    files = _files(data, tokenizer)
+    reason = files.reason
+    if files.content is not None:
+        config = {**_CONFIG, **files.config, **_names(files.content, boundaries_of(tokenizer))}
+        names = f"{', '.join(['tokenizer.json', *files.copies])} and tokenizer_config.json"
+        differing = differing_text(files.content, config, model_type, tokenizer)
+        if differing is None:
+            _write(folder, files.content, config, files.copies)
+            return WrittenTokenizer(names, {})
+        if model_type in REBUILT and differing_text(files.content, config, None, tokenizer) is None:
+            _write(folder / _SUBFOLDER, files.content, config, files.copies)
+            return WrittenTokenizer(f"{names} {_WHY_SUBFOLDER} them", {})
+        reason = f"AutoTokenizer would give other ids with a tokenizer.json, for example for {differing[:40]!r}"
+    if _MODEL_FILE not in files.copies:
+        return WrittenTokenizer(f"no tokenizer files: {reason}", {})
+    note = f"{_MODEL_FILE} alone, for the sentencepiece library: {reason}"
+    if model_type in REBUILT or tokenizer.bos is not None:
+        _write(folder / _SUBFOLDER, None, {}, files.copies)
+        return WrittenTokenizer(f"{note}; it is {_WHY_SUBFOLDER} it", {})
+    _write(folder, None, {}, files.copies)
+    return WrittenTokenizer(note, _SENTENCEPIECE_CLASS)
+
+
+def _write(folder: Path, content: Mapping[str, Any] | None, config: Mapping[str, Any], copies: Mapping[str, str]) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, path in copies.items():
+        shutil.copyfile(path, folder / name)
+    if content is not None:
+        write_json(folder / "tokenizer.json", dict(content))
+        write_json(folder / "tokenizer_config.json", dict(config))
+    sync_folder(folder)
+
+
+def _names(content: Mapping[str, Any], boundaries: Boundaries) -> dict[str, str | None]:
+    """The named tokens of tokenizer_config.json. One that is no added token has no name, because its name would make it one."""
+    spelling_of = {token["id"]: token["content"] for token in content["added_tokens"]}
+    return {name: spelling_of.get(token_id) for name, token_id in boundaries.named().items()}
+
+
+def _files(data: DataConfig, tokenizer: Tokenizer) -> _Files:
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        kept = {name: tokenizer.tokenizer_config[name] for name in _KEPT if tokenizer.tokenizer_config.get(name) is not None}
+        return _Files(json.loads(tokenizer.tokenizer_json()), kept, {})
+    if isinstance(tokenizer, GPT2BPETokenizer) and data.vocab_file is not None and data.merge_file is not None:
+        copies = {"vocab.json": data.vocab_file, "merges.txt": data.merge_file}
+        return _Files(byte_level_bpe(read_vocabulary(data.vocab_file), read_merges(data.merge_file)), _PLAIN_NAMES, copies)
+    if isinstance(tokenizer, PieceTokenizer) and data.tokenizer_model is not None:
+        content, reason = _sentencepiece_content(data.tokenizer_model, tokenizer)
+        return _Files(content, _PLAIN_NAMES, {_MODEL_FILE: data.tokenizer_model}, reason)
+    return _Files(None, {}, {}, "transformers reads no .tiktoken file")
+
+
+def _sentencepiece_content(path: str, tokenizer: PieceTokenizer) -> tuple[dict[str, Any] | None, str]:
+    """The content of tokenizer.json, or None and the reason why there is none."""
+    if isinstance(tokenizer, AddingTokenizer):
+        return None, "SentencePieceTokenizer with --legacy-tokenizer adds pieces that only this program knows"
+    model = Path(path).read_bytes()
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+    parts = read_parts(model)
+    reason = why_no_plain_bpe(parts, pieces)
+    return (None, f"it is a {reason}") if reason else (sentencepiece_bpe(parts, pieces, tokenizer.bos), "")

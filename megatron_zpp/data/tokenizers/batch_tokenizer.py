@@ -19,6 +19,8 @@ class BatchTokenizer(ABC):
     """Base of the tokenizers that encode batches. `tokenize` and the ids are those of `package`."""
 
     package: str
+    bos: int | None = None
+    pad: int | None = None
     _batch_encoder: BatchEncoder | None = None
 
     def prepare_batches(self) -> str:

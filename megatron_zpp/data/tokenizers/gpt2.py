@@ -31,8 +31,8 @@ class GPT2BPETokenizer(BytePairEncoding):
     """Encodes with the merges of merges.txt to the ids of vocab.json. <|endoftext|> ends a document; in a text it is plain text."""
 
     def __init__(self, vocab_path: str, merge_path: str) -> None:
-        vocabulary = _read_vocabulary(vocab_path)
-        ranks = _ranks(_read_merges(merge_path), merge_path)
+        vocabulary = read_vocabulary(vocab_path)
+        ranks = _ranks(read_merges(merge_path), merge_path)
         self.eod = vocabulary[END_OF_TEXT]
         ids = np.array([_id_of(token, vocabulary, vocab_path, merge_path) for token in ranks], dtype=np.int32)
         reached = set(ids.tolist())
@@ -40,7 +40,8 @@ class GPT2BPETokenizer(BytePairEncoding):
         super().__init__(PATTERN, ranks, ids, added, fast_scheme="gpt2", splits_runs=True)
 
 
-def _read_vocabulary(path: str) -> dict[str, int]:
+def read_vocabulary(path: str) -> dict[str, int]:
+    """The id of every token in GPT-2's letters. Raises ValueError for another file, and for one without <|endoftext|>."""
     _require_file("--vocab-file", path, "a vocab.json")
     source = OutsideFile(Path(path), f"--vocab-file {path}", "give a vocab.json.", most_bytes=VOCABULARY_BYTES)
     members = source.members()
@@ -55,25 +56,25 @@ def _read_vocabulary(path: str) -> dict[str, int]:
     return vocabulary
 
 
-def _read_merges(path: str) -> list[str]:
-    """The tokens that the merges create, in order. A first line with a version is not a merge."""
+def read_merges(path: str) -> list[tuple[str, str]]:
+    """The pairs of tokens in GPT-2's letters that merge, in order. A first line with a version is not a merge."""
     _require_file("--merge-file", path, "a merges.txt")
     lines = OutsideFile(Path(path), f"--merge-file {path}", "give a merges.txt.", most_bytes=VOCABULARY_BYTES).text().split("\n")
-    merged = []
+    merges = []
     for number, line in enumerate(lines, 1):
         pair = line.split()
         if not pair or (number == 1 and line.startswith("#version")):
             continue
         if len(pair) != 2 or not BYTES.keys() >= set("".join(pair)):
             raise ValueError(f"--merge-file {path}, line {number}: {line!r} is not two tokens in GPT-2's letters; give a merges.txt.")
-        merged.append("".join(pair))
-    return merged
+        merges.append((pair[0], pair[1]))
+    return merges
 
 
-def _ranks(merged: Sequence[str], path: str) -> dict[bytes, int]:
+def _ranks(merges: Sequence[tuple[str, str]], path: str) -> dict[bytes, int]:
     """The rank of every token: first the 256 bytes, then the tokens in the order of their merges."""
     tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [bytes(BYTES[letter] for letter in token) for token in merged]
+    tokens += [bytes(BYTES[letter] for letter in left + right) for left, right in merges]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     if len(ranks) < len(tokens):
         # tiktoken knows tokens, not pairs, so it would use the rank of the first merge for both.

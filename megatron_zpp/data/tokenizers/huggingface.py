@@ -9,6 +9,7 @@ from typing import Any
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS, IDS, FastEncoder, NotServed, from_tokenizer_json
+from megatron_zpp.data.tokenizers.files_beside import FilesBeside
 from megatron_zpp.data.tokenizers.served_text import KnownCharacters
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
 from megatron_zpp.data.tokenizers.tokenizer_json import check_served
@@ -18,11 +19,12 @@ KNOWN_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|endofdocum
 
 
 class HuggingFaceTokenizer(BatchTokenizer):
-    """The ids of tokenizer.json, including those that its own rules put around a text.
+    """The ids of tokenizer.json and of the files beside it, including those that its own rules put around a text.
 
     model_path: the file or its folder. The end-of-sentence token named in the files beside it ends a document.
     adds_special_tokens: False leaves the ids around a text out.
-    Special tokens spelled in a text become their ids, as in Hugging Face's classes.
+    Added tokens spelled in a text become their ids, as in Hugging Face's classes; with split_special_tokens in tokenizer_config.json the
+    special ones are plain text.
     """
 
     package = "tokenizers"
@@ -35,12 +37,30 @@ class HuggingFaceTokenizer(BatchTokenizer):
         self._tokenizer.no_padding()
         if not adds_special_tokens:
             self._tokenizer.post_processor = None
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        beside = FilesBeside(path)
+        beside.add_numbered_tokens(self._tokenizer)
+        end = _end_token(path, beside, self._vocabulary())
+        beside.add_named_tokens(self._tokenizer)
+        vocabulary = self._vocabulary()
         self.vocab_size = max(vocabulary.values()) + 1
-        self.eod = vocabulary[_end_token(path, vocabulary)]
+        self.eod = vocabulary[end]
+        named = {name: vocabulary.get(token) for name in ("bos_token", "pad_token") if (token := beside.spelling(name)) is not None}
+        if adds_special_tokens:
+            self.bos = self._only_begin() if named.get("bos_token") is None else named["bos_token"]
+        self.pad = named.get("pad_token")
+        self.tokenizer_config = beside.config
+        self._split_special_tokens()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._split_special_tokens()  # which the package's own state leaves out
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
+
+    def tokenizer_json(self) -> str:
+        """The text of a tokenizer.json that gives the same ids without other files."""
+        return str(self._tokenizer.to_str())
 
     def detokenize(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.vocab_size)
@@ -49,7 +69,7 @@ class HuggingFaceTokenizer(BatchTokenizer):
     def _fast_encoder(self) -> FastEncoder:
         if self.vocab_size > IDS:
             raise NotServed(f"ids of {IDS} and more")
-        written = self._tokenizer.to_str()
+        written = self.tokenizer_json()
         content = json.loads(written)
         check_served(content)
         accepts = KnownCharacters(normalizes=content["normalizer"] is not None)
@@ -62,6 +82,20 @@ class HuggingFaceTokenizer(BatchTokenizer):
 
     def _encode_slowly(self, texts: Sequence[str]) -> TokenizedTexts:
         return join_lists(encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts)))
+
+    def _split_special_tokens(self) -> None:
+        self._tokenizer.encode_special_tokens = self.tokenizer_config.get("split_special_tokens") is True
+
+    def _vocabulary(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def _only_begin(self) -> int | None:
+        """The id, other than `eod`, that is all that the tokenizer's own rules put around a text; None if there are more, or none."""
+        encoding = self._tokenizer.encode("")
+        added = [token for token, is_added in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if is_added]
+        others = [token for token in added if token != self.eod]
+        return others[0] if len(others) == 1 else None
 
     def _ids_around(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer's own rules put before and after a text."""
@@ -93,14 +127,14 @@ def _load(path: Path, model_path: str) -> Any:
         source.refuse(f"is not a tokenizer.json ({error})")
 
 
-def _end_token(path: Path, vocabulary: dict[str, int]) -> str:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        beside = path.with_name(name)
-        token = _read_end(beside) if beside.exists() else None
-        if token is not None:
-            if token not in vocabulary:
-                raise ValueError(f"{beside} names {token!r} as eos_token, which {path} does not have; give files of one tokenizer.")
-            return token
+def _end_token(path: Path, beside: FilesBeside, vocabulary: dict[str, int]) -> str:
+    token = beside.spelling("eos_token")
+    if token is not None:
+        if token not in vocabulary:
+            raise ValueError(
+                f"{beside.file_naming('eos_token')} names {token!r} as eos_token, which {path} does not have; give files of one tokenizer."
+            )
+        return token
     known = [token for token in KNOWN_ENDS if token in vocabulary]
     if len(known) != 1:
         found = " and ".join(known) or "none of the usual ones"
@@ -109,11 +143,3 @@ def _end_token(path: Path, vocabulary: dict[str, int]) -> str:
             'put a tokenizer_config.json with "eos_token" beside it.'
         )
     return known[0]
-
-
-def _read_end(path: Path) -> str | None:
-    # Such files hold "model_max_length": 10^30 for no limit.
-    token = OutsideFile(path, str(path), "copy it again.").members(has_any_numbers=True).values.get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None

@@ -64,6 +64,8 @@ class ModelTokenizer(PieceTokenizer):
 class BeginningTokenizer(ModelTokenizer):
     """Llama2Tokenizer of earlier generations: it puts the model's begin-of-sentence piece before every text, even an empty one."""
 
+    bos: int
+
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path)
         self.bos = self._pieces.bos_id()

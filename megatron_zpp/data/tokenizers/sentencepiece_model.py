@@ -1,7 +1,8 @@
-"""Which SentencePiece models gigatoken can serve: byte-pair encodings that do not change a text, such as Llama 2's and those of
+"""Which SentencePiece models other programs can serve: byte-pair encodings that do not change a text, such as Llama 2's and those of
 tools/train_tokenizer.py."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import sentencepiece
 
@@ -9,41 +10,67 @@ from megatron_zpp.data.tokenizers.fast_encoder import NotServed
 
 SPACE = "\u2581"  # a space, as pieces write it
 BPE = 2  # TrainerSpec.ModelType
-NORMAL = 1  # ModelProto.SentencePiece.Type
-NEVER_IN_TEXT = (2, 3, 6)  # unknown, control and byte pieces: a text that spells one is still text
+# ModelProto.SentencePiece.Type. A text that spells an unknown, control or byte piece is still text.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
-def check_served(model: bytes, pieces: sentencepiece.SentencePieceProcessor) -> list[str]:
-    """The spellings of the pieces that no text is encoded to. Raises NotServed, naming the property, if the ids are not proven.
+class ModelParts(NamedTuple):
+    """What a SentencePiece model says of itself: fields by their numbers in sentencepiece_model.proto, and the type of each piece.
 
-    (The numbers in sentencepiece_model.proto: ModelProto has pieces 1, trainer_spec 2 and normalizer_spec 3; SentencePiece has type 3;
-    TrainerSpec has model_type 3 and treat_whitespace_as_suffix 24; NormalizerSpec has precompiled_charsmap 2, remove_extra_whitespaces 4
-    and escape_whitespaces 5. The last two are true if they are missing.)
+    trainer: TrainerSpec, with model_type 3 and treat_whitespace_as_suffix 24. normalizer: NormalizerSpec, with precompiled_charsmap 2,
+    add_dummy_prefix 3, remove_extra_whitespaces 4 and escape_whitespaces 5; the last three are true if they are missing.
     """
-    specs: dict[int, dict[int, int | bytes]] = {2: {}, 3: {}}
-    types = []
+
+    trainer: dict[int, int | bytes]
+    normalizer: dict[int, int | bytes]
+    types: list[int | bytes]
+
+    @property
+    def has_space_before(self) -> bool:
+        """Whether a space is put before every text."""
+        return bool(self.normalizer.get(3, 1))
+
+
+def read_parts(model: bytes) -> ModelParts:
+    """The parts of a serialized model. (ModelProto has pieces 1, trainer_spec 2 and normalizer_spec 3; SentencePiece has type 3.)"""
+    parts = ModelParts({}, {}, [])
+    specs = {2: parts.trainer, 3: parts.normalizer}
     for number, value in _fields(model):
         if number in specs and isinstance(value, bytes):
             specs[number].update(_fields(value))
         if number == 1 and isinstance(value, bytes):
-            types.append(dict(_fields(value)).get(3, NORMAL))
-    trainer, normalizer = specs[2], specs[3]
+            parts.types.append(dict(_fields(value)).get(3, NORMAL))
+    return parts
+
+
+def why_no_plain_bpe(parts: ModelParts, pieces: sentencepiece.SentencePieceProcessor) -> str | None:
+    """Why other programs would merge otherwise than SentencePiece with the pieces in the order of their scores; None if they would not."""
+    trainer, normalizer, types = parts
     if trainer.get(3, 1) != BPE:
-        raise NotServed("model that is no byte-pair encoding")
+        return "model that is no byte-pair encoding"
     if normalizer.get(2) or normalizer.get(4, 1) or not normalizer.get(5, 1) or trainer.get(24, 0):
-        raise NotServed("model that changes texts")
-    if not {*types} <= {NORMAL, *NEVER_IN_TEXT} or types.count(6) != 256:
-        raise NotServed("model with pieces of users, or without the 256 bytes")
-    spellings = [pieces.id_to_piece(index) for index in range(len(types))]
-    merged = [index for index, kind in enumerate(types) if kind == NORMAL and len(spellings[index]) > 1]
-    # Of two merges with one score SentencePiece makes the left one first, gigatoken that of its list.
+        return "model that changes texts"
+    if UNUSED in types or types.count(BYTE) != 256:
+        return "model with unused pieces, or without the 256 bytes"
+    normal = [pieces.id_to_piece(index) for index, kind in enumerate(types) if kind == NORMAL]
+    # Of two merges with one score SentencePiece makes the left one first, other programs that of their list.
+    merged = [index for index, kind in enumerate(types) if kind == NORMAL and len(pieces.id_to_piece(index)) > 1]
     if len({pieces.get_score(index) for index in merged}) < len(merged):
-        raise NotServed("model with equal scores")
-    # SentencePiece merges letters that are no pieces, too; gigatoken has taken them for bytes before.
-    normal = {spelling for spelling, kind in zip(spellings, types, strict=True) if kind == NORMAL}
-    if not set("".join(normal)) <= normal:
-        raise NotServed("model with letters that are no pieces")
-    never = [spelling for spelling, kind in zip(spellings, types, strict=True) if kind != NORMAL]
+        return "model with equal scores"
+    # SentencePiece merges letters that are no pieces, too; other programs take them for bytes before.
+    if not set("".join(normal)) <= set(normal):
+        return "model with letters that are no pieces"
+    return None
+
+
+def check_served(model: bytes, pieces: sentencepiece.SentencePieceProcessor) -> list[str]:
+    """The spellings of the pieces that no text is encoded to. Raises NotServed, naming the property, if the ids are not proven."""
+    parts = read_parts(model)
+    if reason := why_no_plain_bpe(parts, pieces):
+        raise NotServed(reason)
+    if USER_DEFINED in parts.types:
+        raise NotServed("model with pieces of users")
+    never = [pieces.id_to_piece(index) for index, kind in enumerate(parts.types) if kind != NORMAL]
     if any(SPACE in spelling for spelling in never):
         raise NotServed("model with spaces in its control pieces")
     return never

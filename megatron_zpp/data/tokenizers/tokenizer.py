@@ -26,6 +26,14 @@ class Tokenizer(Protocol):
     def eod(self) -> int:
         """The id that ends a document."""
 
+    @property
+    def bos(self) -> int | None:
+        """The id that begins a document; None if there is none."""
+
+    @property
+    def pad(self) -> int | None:
+        """The id that fills a batch in other programs; None if there is none."""
+
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text."""
 
@@ -44,6 +52,9 @@ class NullTokenizer:
 
     Only the methods that tokenize import numpy, because the plan of a run needs only the size.
     """
+
+    bos: int | None = None
+    pad: int | None = None
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         if vocab_size < 1:

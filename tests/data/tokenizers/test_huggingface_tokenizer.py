@@ -2,8 +2,10 @@ import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
+from harness.cut_tokenizers import cut_tokenizer
 from harness.trained_tokenizers import training_texts, write_gpt2_files
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -102,3 +104,70 @@ def test_no_limit_of_length_spelled_as_an_enormous_number_is_read(tmp_path: Path
     write_tokenizer(tmp_path, ends=("<|endoftext|>", "<eos>"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 10**30, "eos_token": "<eos>"}))
     assert HuggingFaceTokenizer(str(tmp_path)).detokenize([HuggingFaceTokenizer(str(tmp_path)).eod]) == "<eos>"
+
+
+NEXT_ID = len(cut_tokenizer()["model"]["vocab"]) + 1
+
+
+def token(content: str, **flags: bool) -> dict[str, Any]:
+    return {"content": content, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, **flags}
+
+
+CONFIG, MAP, NUMBERED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+FILES: dict[str, dict[str, Any]] = {
+    "added_tokens.json": {NUMBERED: {"<b>": NEXT_ID + 1, "<a>": NEXT_ID}},
+    "added_tokens.json with a special one": {NUMBERED: {"<a>": NEXT_ID}, MAP: {"sep_token": "<a>"}},
+    "added_tokens_decoder": {
+        CONFIG: {"added_tokens_decoder": {str(NEXT_ID + 1): token("word", normalized=True), str(NEXT_ID): token("<a>", lstrip=True)}},
+        MAP: {"pad_token": "<pad>"},
+    },
+    "a list": {CONFIG: {"extra_special_tokens": ["<b>", "<a>"], "additional_special_tokens": ["<c>"]}},
+    "the older list": {CONFIG: {"additional_special_tokens": ["<b>", {"__type": "AddedToken", **token("<a>", rstrip=True)}]}},
+    "an object": {CONFIG: {"extra_special_tokens": {"image_token": "<b>", "sound_token": "<a>"}}},
+    "lists in the map": {MAP: {"additional_special_tokens": ["<b>", "<a>"], "pad_token": token("<pad>")}},
+    "objects in the map": {MAP: {"extra_special_tokens": [token("<b>")], "bos_token": token("<a>", lstrip=True)}},
+    "names": {CONFIG: {"pad_token": "<pad>", "image_token": "<c>", "bos_token": "<a>", "unk_token": "<b>", "add_bos_token": True}},
+    "a name of an ordinary token": {CONFIG: {"pad_token": "aA"}},
+    "plain names": {CONFIG: {"extra_special_tokens": ["<a>"], "split_special_tokens": True}, NUMBERED: {"<b>": NEXT_ID}},
+}
+
+
+def write_beside(folder: Path, files: dict[str, Any]) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(cut_tokenizer()))
+    for name, content in {CONFIG: {}, **files}.items():
+        kept = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"} if name == CONFIG else {}
+        (folder / name).write_text(json.dumps({**kept, **content}))
+
+
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_tokens_that_only_the_files_beside_name_have_the_ids_of_transformers(tmp_path: Path, files: dict[str, Any]) -> None:
+    from transformers import AutoTokenizer
+
+    write_beside(tmp_path, files)
+    ours, theirs = HuggingFaceTokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["a <a> b", "<a>", "<b><a><c>", " <pad> <pad>x", "word words a word", "aA aAx ", "<|endoftext|>"]
+    expected = [theirs.encode(text) for text in texts]
+    assert [ours.tokenize(text) for text in texts] == expected
+    assert ours.vocab_size == len(theirs)
+    ours = pickle.loads(pickle.dumps(ours))
+    ours.prepare_batches()
+    assert ours.tokenize_batch(texts).ids.tolist() == [token_id for ids in expected for token_id in ids]
+    assert (ours.bos, ours.eod, ours.pad) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({NUMBERED: {"<a>": 10}}, "added_tokens.json gives '<a>' the id 10, but with .*tokenizer.json it gets 4505; give files of one"),
+        ({NUMBERED: {"<a>": NEXT_ID + 1}}, "added_tokens.json gives '<a>' the id 4506, but"),
+        ({NUMBERED: {"<a>": "4505"}}, "added_tokens.json: <a> must be a whole number"),
+        ({CONFIG: {"added_tokens_decoder": {"7": token("<a>")}}}, "tokenizer_config.json gives '<a>' the id 7, but"),
+        ({CONFIG: {"added_tokens_decoder": {"x": token("<a>")}}}, "added_tokens_decoder.x must be a member whose key is an id"),
+        ({CONFIG: {"pad_token": 5}}, 'pad_token must be a string, or an object with "content", not 5'),
+        ({MAP: {"extra_special_tokens": [["<a>"]]}}, "extra_special_tokens.0 must be a string"),
+    ],
+)
+def test_tokens_beside_that_contradict_tokenizer_json_or_are_none_are_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+    write_beside(tmp_path, files)
+    with pytest.raises(ValueError, match=message):
+        HuggingFaceTokenizer(str(tmp_path))
