@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import SPLITS
@@ -17,8 +18,7 @@ class CorpusOrder:
     """Everything that decides the order of the samples of one corpus in one split.
 
     corpus: its file name. lengths_sha256, beginnings_sha256, document_count: of all its documents (see IndexedDataset).
-    first_document, stop_document, token_count: of the split. sample_count: asked for; 0 for one pass over the split. share: of the corpus in
-    its blend.
+    first_document, stop_document, token_count: of the split. sample_count: asked for; 0 for one pass over it. share: in its blend.
     """
 
     corpus: str
@@ -117,13 +117,15 @@ def _reading_of(found: Members) -> Reading:
 
 
 def _corpus_order_of(found: Members) -> CorpusOrder:
-    counts = {
-        member.name: found.positive_count(member.name) if member.name in ("seq_length", "token_count") else found.count(member.name)
-        for member in fields(CorpusOrder)
-        if member.type == "int"
-    }
-    digests = {key: found.text(key) for key in ("lengths_sha256", "beginnings_sha256")}
-    order = CorpusOrder(found.text("corpus"), **digests, **counts, share=found.number("share"))
+    values: dict[str, Any] = {"share": found.number("share")}
+    for member in fields(CorpusOrder):
+        if member.type == "str":
+            values[member.name] = found.text(member.name)
+        elif member.type == "int":
+            values[member.name] = found.count(member.name)
+    order = CorpusOrder(**values)
+    for key in ("seq_length", "token_count"):
+        found.positive_count(key)
     if not order.first_document <= order.stop_document <= order.document_count:
         found.refuse("stop_document", "at least first_document and at most document_count")
     return order
