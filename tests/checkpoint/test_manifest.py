@@ -168,7 +168,7 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
         (lambda members: read(members, first_sample=1), "run.readings must be a list of readings that begin at sample 0"),
         (lambda members: read(members, seq_length=0), "run.readings[0].seq_length must be a whole number from 1 to 2^63 - 1, not 0"),
         (lambda members: read(members, splits={"training": []}), "has the unknown key run.readings[0].splits.training"),
-        (lambda members: read(members, splits={"train": [{}]}), "lacks run.readings[0].splits.train[0].document_count"),
+        (lambda members: read(members, splits={"train": [{}]}), "lacks run.readings[0].splits.train[0].share"),
         (lambda members: read(members, splits={"train": [ORDER | {"share": "all"}]}), "train[0].share must be a finite number"),
         (
             lambda members: read(members, splits={"train": [ORDER | {"token_count": 0}]}),
