@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_zpp.config.counted import counted
@@ -76,6 +76,10 @@ class Reading:
     seq_length: int
     tokenizer: str
     splits: Mapping[str, tuple[CorpusOrder, ...]]
+
+    def goes_on_as(self, here: Reading) -> bool:
+        """Whether `here` reads the same in the same order."""
+        return replace(self, first_sample=here.first_sample) == here
 
     def differences(self, here: Reading, split: str) -> list[str]:
         """What makes the documents of a split in `here` others, or the order of its training samples, in words."""

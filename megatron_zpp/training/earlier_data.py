@@ -28,8 +28,7 @@ def reading_of_run(config: Config, vocabulary: Vocabulary, datasets: Datasets, f
 def with_reading(progress: Progress, here: Reading) -> Progress:
     """The progress with `here` as its latest reading, if that is another one than before."""
     earlier = tuple(reading for reading in progress.readings if reading.first_sample < here.first_sample)
-    is_same = bool(earlier) and replace(earlier[-1], first_sample=here.first_sample) == here
-    return replace(progress, readings=earlier if is_same else (*earlier, here))
+    return replace(progress, readings=earlier if earlier and earlier[-1].goes_on_as(here) else (*earlier, here))
 
 
 def data_notices(config: Config, stored: StoredRun, here: Reading, datasets: Datasets) -> list[str]:
@@ -41,6 +40,8 @@ def data_notices(config: Config, stored: StoredRun, here: Reading, datasets: Dat
     if not then.tokenizer:
         line = "the checkpoint does not say which data its run has read, so they are not compared with the data here"
         return [line, *order_notices(config, stored)]
+    if then.goes_on_as(here):
+        return []
     earlier, lines = EarlierDocuments(datasets.sources, readings), []
     reasons = then.differences(here, "train")
     if reasons and here.first_sample < end:
