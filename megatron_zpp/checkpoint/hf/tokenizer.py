@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import sentencepiece
 
 from megatron_zpp.checkpoint.export import write_json
-from megatron_zpp.checkpoint.hf.auto_tokenizer import REBUILT, differing_text
+from megatron_zpp.checkpoint.hf.auto_tokenizer import REBUILT, differing_text, differing_text_of_pieces
 from megatron_zpp.checkpoint.hf.rules import Boundaries
 from megatron_zpp.checkpoint.hf.tokenizer_content import byte_level_bpe, sentencepiece_bpe
 from megatron_zpp.config.schema import DataConfig
@@ -90,7 +90,7 @@ def write_tokenizer(folder: Path, data: DataConfig, tokenizer: Tokenizer | None,
     if _MODEL_FILE not in files.copies:
         return WrittenTokenizer(f"no tokenizer files: {reason}", {})
     note = f"{_MODEL_FILE} alone, for the sentencepiece library: {reason}"
-    if model_type in REBUILT or tokenizer.bos is not None:
+    if model_type in REBUILT or differing_text_of_pieces(Path(files.copies[_MODEL_FILE]).read_bytes(), tokenizer) is not None:
         _write(folder / _SUBFOLDER, None, {}, files.copies)
         return WrittenTokenizer(f"{note}; it is {_WHY_SUBFOLDER} it", {})
     _write(folder, None, {}, files.copies)
@@ -116,7 +116,10 @@ def _names(content: Mapping[str, Any], boundaries: Boundaries) -> dict[str, str 
 def _files(data: DataConfig, tokenizer: Tokenizer) -> _Files:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         kept = {name: tokenizer.tokenizer_config[name] for name in _KEPT if tokenizer.tokenizer_config.get(name) is not None}
-        return _Files(json.loads(tokenizer.tokenizer_json()), kept, {})
+        content = json.loads(tokenizer.tokenizer_json())
+        if content["model"].get("dropout"):
+            return _Files(None, {}, {}, "its tokenizer.json leaves out merges at random, so the same text has other ids each time")
+        return _Files(content, kept, {})
     if isinstance(tokenizer, GPT2BPETokenizer) and data.vocab_file is not None and data.merge_file is not None:
         copies = {"vocab.json": data.vocab_file, "merges.txt": data.merge_file}
         return _Files(byte_level_bpe(read_vocabulary(data.vocab_file), read_merges(data.merge_file)), _PLAIN_NAMES, copies)
