@@ -224,6 +224,16 @@ def test_tokens_that_the_files_beside_name_are_plain_text_with_split_special_tok
     assert len(tokenizer.tokenize("<a>")) == 3
 
 
+def test_an_end_of_documents_that_is_not_special_keeps_its_id_in_texts_with_split_special_tokens(tmp_path: Path) -> None:
+    content = cut_tokenizer()
+    content["added_tokens"][0]["special"] = False
+    _, tokenizer, theirs = exported(
+        tmp_path / "hf", huggingface(tmp_path / "run", content, eos_token=None, split_special_tokens=True), "llama"
+    )
+    check_same_ids(tokenizer, theirs)
+    assert tokenizer.tokenize("<|endoftext|>") == [tokenizer.eod]
+
+
 def test_a_tokenizer_that_qwen2_cannot_rebuild_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
     vocabulary = {"a": 0, "##b": 1, "ab": 2, "<|endoftext|>": 3}
     model = {"type": "BPE", "vocab": vocabulary, "merges": [["a", "##b"]], "continuing_subword_prefix": "##", "unk_token": "<|endoftext|>"}

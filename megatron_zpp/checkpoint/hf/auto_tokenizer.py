@@ -32,7 +32,8 @@ def differing_text(content: Mapping[str, Any], config: Mapping[str, Any], model_
     """A text to which AutoTokenizer gives other ids than `tokenizer`; None if there is none among texts where they are likely to differ.
 
     The empty text stands for all if AutoTokenizer makes no tokenizer of the files.
-    content: of tokenizer.json. config: of tokenizer_config.json, with PreTrainedTokenizerFast as its class, and only added tokens as names.
+    content: of tokenizer.json. config: of tokenizer_config.json, with PreTrainedTokenizerFast as its class, and only added tokens as names;
+    with split_special_tokens, only special ones.
     model_type: of the config.json beside them, None if there is none.
     """
     if model_type in REBUILT:
@@ -40,10 +41,8 @@ def differing_text(content: Mapping[str, Any], config: Mapping[str, Any], model_
         if model["type"] != "BPE":
             return ""
         content = {**content, **_QWEN2_PARTS, "model": {"type": "BPE", "vocab": model["vocab"], "merges": model["merges"]}}
-    named = {token for name, token in config.items() if name.endswith("_token")}
-    tokens = [{**token, "special": token["special"] or token["content"] in named} for token in content["added_tokens"]]
     try:
-        encoder = Encoder.from_str(json.dumps({**content, "added_tokens": tokens}))
+        encoder = Encoder.from_str(json.dumps(content))
     except Exception:  # which is what package tokenizers raises, for example for merges that need the affixes that Qwen2's own lacks
         return ""
     encoder.no_truncation()

@@ -77,15 +77,18 @@ def write_tokenizer(folder: Path, data: DataConfig, tokenizer: Tokenizer | None,
     files = _files(data, tokenizer)
     reason = files.reason
     if files.content is not None:
-        config = {**_CONFIG, **files.config, **_names(files.content, boundaries_of(tokenizer))}
+        config = {**_CONFIG, **files.config}
+        config |= _names(files.content, boundaries_of(tokenizer), splits_special=config["split_special_tokens"])
         names = f"{', '.join(['tokenizer.json', *files.copies])} and tokenizer_config.json"
         differing = differing_text(files.content, config, model_type, tokenizer)
         if differing is None:
             _write(folder, files.content, config, files.copies)
             return WrittenTokenizer(names, {})
-        if model_type in REBUILT and differing_text(files.content, config, None, tokenizer) is None:
-            _write(folder / _SUBFOLDER, files.content, config, files.copies)
-            return WrittenTokenizer(f"{names} {_WHY_SUBFOLDER} them", {})
+        if model_type in REBUILT:
+            differing = differing_text(files.content, config, None, tokenizer)
+            if differing is None:
+                _write(folder / _SUBFOLDER, files.content, config, files.copies)
+                return WrittenTokenizer(f"{names} {_WHY_SUBFOLDER} them", {})
         reason = f"AutoTokenizer would give other ids with a tokenizer.json, for example for {differing[:40]!r}"
     if _MODEL_FILE not in files.copies:
         return WrittenTokenizer(f"no tokenizer files: {reason}", {})
@@ -107,9 +110,13 @@ def _write(folder: Path, content: Mapping[str, Any] | None, config: Mapping[str,
     sync_folder(folder)
 
 
-def _names(content: Mapping[str, Any], boundaries: Boundaries) -> dict[str, str | None]:
-    """The named tokens of tokenizer_config.json. One that is no added token has no name, because its name would make it one."""
-    spelling_of = {token["id"]: token["content"] for token in content["added_tokens"]}
+def _names(content: Mapping[str, Any], boundaries: Boundaries, *, splits_special: bool) -> dict[str, str | None]:
+    """The named tokens of tokenizer_config.json.
+
+    One that is no added token has no name, because its name would make it one. The same holds for one that is not special, where texts that
+    spell special tokens are plain text.
+    """
+    spelling_of = {token["id"]: token["content"] for token in content["added_tokens"] if token["special"] or not splits_special}
     return {name: spelling_of.get(token_id) for name, token_id in boundaries.named().items()}
 
 
