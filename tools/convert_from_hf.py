@@ -64,7 +64,7 @@ def _tokenizer(args: argparse.Namespace, vocab_size: int, padded: int) -> tuple[
     except ValueError as error:
         return ids, f"no tokenizer of text is recorded: {error}"
     if rows > padded:
-        return ids, f"no tokenizer of text is recorded, because tokenizer.json has {rows} ids"
+        return ids, f"no tokenizer of text is recorded, because with tokenizer.json there are {rows} ids, and {vocab_size} rows"
     return data, f"the recorded tokenizer is HuggingFaceTokenizer with {folder}"
 
 

@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> None:
         model, padded = model_flags(reader.manifest), padded_vocab_size(reader.manifest)
         data = _data(reader.manifest, args)
         tokenizer = build_tokenizer(data) if data.tokenizer_type is not None else None
-        ids = data.vocab_size or (None if tokenizer is None else tokenizer.vocab_size)
-        vocab_size = padded if args.keep_vocab_padding else _vocab_size(ids, padded)
+        ids = data.vocab_size if tokenizer is None else tokenizer.vocab_size
+        vocab_size = _vocab_size(ids, padded, keeps_padding=args.keep_vocab_padding)
         layout = layout_holding(model)
         rules = list(layout.rules(model, vocab_size, padded))
         place_of = {tensor.name: (rule, index) for rule in rules for index, tensor in enumerate(rule.hf_tensors)}
@@ -62,14 +62,16 @@ def _data(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
     return data if args.vocab_size is None else replace(data, vocab_size=args.vocab_size)
 
 
-def _vocab_size(ids: int | None, padded: int) -> int:
+def _vocab_size(ids: int | None, padded: int, *, keeps_padding: bool) -> int:
+    if ids is not None and ids > padded:
+        raise ValueError(
+            f"the tokenizer has {ids} ids, more than the {padded} rows of the embedding; give the --vocab-size of the training, or its "
+            "--tokenizer-model without files beside tokenizer.json that name more tokens."
+        )
+    if keeps_padding:
+        return padded
     if ids is None:
         raise ValueError("the checkpoint does not say how many ids its tokenizer has; give --vocab-size or --keep-vocab-padding.")
-    if ids > padded:
-        raise ValueError(
-            f"the tokenizer has {ids} ids (--vocab-size), more than the {padded} rows of the embedding; "
-            "give the --tokenizer-model of the training, or the --vocab-size that it had."
-        )
     return ids
 
 

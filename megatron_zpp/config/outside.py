@@ -262,7 +262,7 @@ class Members:
 
     def text(self, key: str) -> str:
         value = self.any(key)
-        if not isinstance(value, str) or not _is_encodable(value):
+        if not isinstance(value, str) or not is_encodable(value):
             self.refuse(key, "a string of Unicode characters")
         return value
 
@@ -282,7 +282,7 @@ class Members:
     def texts(self, key: str) -> Sequence[str]:
         """A list of strings."""
         values = self.list(key)
-        if not all(isinstance(value, str) and _is_encodable(value) for value in values):
+        if not all(isinstance(value, str) and is_encodable(value) for value in values):
             self.refuse(key, "a list of strings of Unicode characters")
         return values
 
@@ -344,7 +344,7 @@ def _is_usable(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _is_encodable(text: str) -> bool:
+def is_encodable(text: str) -> bool:
     """Whether the text can be printed and can name a file: JSON can spell halves of characters, which nothing else accepts."""
     if text.isascii():
         return True

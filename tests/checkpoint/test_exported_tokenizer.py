@@ -95,6 +95,18 @@ def test_another_sentencepiece_model_goes_alone_and_transformers_encodes_with_it
     check_same_ids(tokenizer, theirs)
 
 
+@pytest.mark.parametrize("options", [{"vocab_size": 40}, {"model_type": "word", "vocab_size": 15}], ids=["letters", "words"])
+def test_a_sentencepiece_model_whose_unknown_letters_may_spell_its_symbols_goes_to_a_folder_of_its_own(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    data = pieces(tmp_path / "a.model", byte_fallback=False, control_symbols=["[X]"], **options)
+    folder, tokenizer = tmp_path / "hf", build_tokenizer(data)
+    folder.mkdir()
+    written = write_tokenizer(folder, data, tokenizer, "llama")
+    assert written.note.endswith("it is in the folder tokenizer, because beside config.json AutoTokenizer would give other ids with it")
+    assert (written.members, [path.name for path in folder.rglob("*.*")]) == ({}, ["tokenizer.model"])
+
+
 def test_an_exported_earlier_llama2_tokenizer_begins_every_text_with_its_piece(tmp_path: Path) -> None:
     data = replace(pieces(tmp_path / "a.model", "Llama2Tokenizer", **GEMMA), legacy_tokenizer=True)
     note, tokenizer, theirs = exported(tmp_path / "hf", data, "llama")
@@ -201,6 +213,42 @@ def test_an_end_of_documents_that_is_no_added_token_is_not_made_one_by_its_name(
     check_same_ids(tokenizer, theirs)
     assert len(tokenizer.tokenize("<|endoftext|>")) > 1
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == tokenizer.eod
+
+
+def test_tokens_that_the_files_beside_name_are_plain_text_with_split_special_tokens(tmp_path: Path) -> None:
+    content = cut_tokenizer(added_tokens=["<a>", "<s>"])
+    content["added_tokens"][1]["special"] = False
+    data = huggingface(tmp_path / "run", content, pad_token="<a>", split_special_tokens=True)
+    _, tokenizer, theirs = exported(tmp_path / "hf", data, "llama")
+    check_same_ids(tokenizer, theirs)
+    assert len(tokenizer.tokenize("<a>")) == 3
+
+
+def test_an_end_of_documents_that_is_not_special_keeps_its_id_in_texts_with_split_special_tokens(tmp_path: Path) -> None:
+    content = cut_tokenizer()
+    content["added_tokens"][0]["special"] = False
+    _, tokenizer, theirs = exported(
+        tmp_path / "hf", huggingface(tmp_path / "run", content, eos_token=None, split_special_tokens=True), "llama"
+    )
+    check_same_ids(tokenizer, theirs)
+    assert tokenizer.tokenize("<|endoftext|>") == [tokenizer.eod]
+
+
+def test_a_tokenizer_that_qwen2_cannot_rebuild_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
+    vocabulary = {"a": 0, "##b": 1, "ab": 2, "<|endoftext|>": 3}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [["a", "##b"]], "continuing_subword_prefix": "##", "unk_token": "<|endoftext|>"}
+    content = {**cut_tokenizer(), "model": model}
+    content["added_tokens"] = [{**content["added_tokens"][0], "id": 3}]
+    note, tokenizer, theirs = exported(tmp_path / "hf", huggingface(tmp_path / "run", content), "qwen2")
+    assert "in the folder tokenizer, because" in note
+    check_same_ids(tokenizer, theirs)
+
+
+def test_a_tokenizer_that_leaves_out_merges_at_random_is_not_exported(tmp_path: Path) -> None:
+    data = huggingface(tmp_path / "run", cut_tokenizer(dropout=0.5))
+    (tmp_path / "hf").mkdir()
+    note = write_tokenizer(tmp_path / "hf", data, build_tokenizer(data), "llama").note
+    assert note == "no tokenizer files: its tokenizer.json leaves out merges at random, so the same text has other ids each time"
 
 
 def test_a_tokenizer_that_refuses_texts_is_exported(tmp_path: Path) -> None:

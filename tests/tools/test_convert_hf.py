@@ -323,6 +323,18 @@ def test_what_has_more_rows_than_its_tokenizer_has_ids_trains_with_that_tokenize
         assert {param.name: param.whole_shape for unit in model.unit_specs() for param in unit.params} == reader.manifest.shapes
 
 
+@pytest.mark.parametrize("padding", [(), ("--keep-vocab-padding",)])
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], padding: tuple[str, ...]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(cut_tokenizer()))
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    write_checkpoint(tmp_path / "saved", small_gpt(kv_channels=8), data=data)
+    message = refusal(convert_to_hf, monkeypatch, capsys, "--load", tmp_path / "saved", "--output", tmp_path / "hf", *padding)
+    assert re.search("the tokenizer has [0-9]+ ids, more than the [0-9]+ rows of the embedding", message)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_kind_of_tokenizer_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     message = refusal(convert_from_hf, monkeypatch, capsys, "--input", tmp_path, "--output", tmp_path / "o", "--tokenizer-type", "Qwen2")
     assert "--tokenizer-type" in message and "invalid choice: 'Qwen2'" in message and "HuggingFaceTokenizer" in message

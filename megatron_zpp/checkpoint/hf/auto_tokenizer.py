@@ -1,11 +1,12 @@
-"""What AutoTokenizer of transformers makes of the files beside a config.json."""
+"""What AutoTokenizer of transformers makes of a tokenizer's files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import sentencepiece
 from tokenizers import Tokenizer as Encoder
 
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS
@@ -30,7 +31,9 @@ _QWEN2_PARTS = {
 def differing_text(content: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None, tokenizer: Tokenizer) -> str | None:
     """A text to which AutoTokenizer gives other ids than `tokenizer`; None if there is none among texts where they are likely to differ.
 
-    content: of tokenizer.json. config: of tokenizer_config.json, with PreTrainedTokenizerFast as its class, and only added tokens as names.
+    The empty text stands for all if AutoTokenizer makes no tokenizer of the files.
+    content: of tokenizer.json. config: of tokenizer_config.json, with PreTrainedTokenizerFast as its class, and only added tokens as names;
+    with split_special_tokens, only special ones.
     model_type: of the config.json beside them, None if there is none.
     """
     if model_type in REBUILT:
@@ -38,12 +41,29 @@ def differing_text(content: Mapping[str, Any], config: Mapping[str, Any], model_
         if model["type"] != "BPE":
             return ""
         content = {**content, **_QWEN2_PARTS, "model": {"type": "BPE", "vocab": model["vocab"], "merges": model["merges"]}}
-    encoder = Encoder.from_str(json.dumps(content))
+    try:
+        encoder = Encoder.from_str(json.dumps(content))
+    except Exception:  # which is what package tokenizers raises, for example for merges that need the affixes that Qwen2's own lacks
+        return ""
     encoder.no_truncation()
     encoder.no_padding()
     encoder.encode_special_tokens = config["split_special_tokens"]
-    texts = _texts(encoder, tokenizer)
-    return next((text for text in texts if _ids(lambda text: encoder.encode(text).ids, text) != _ids(tokenizer.tokenize, text)), None)
+    return _first_differing(lambda text: encoder.encode(text).ids, tokenizer, _texts(encoder, tokenizer))
+
+
+def differing_text_of_pieces(model: bytes, tokenizer: Tokenizer) -> str | None:
+    """As `differing_text`, for a SentencePiece model that its own package encodes.
+
+    AutoTokenizer looks the pieces of a text up by their spellings, also those that the model calls unknown.
+    """
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+    names = [pieces.id_to_piece(index) for index in range(pieces.get_piece_size())]
+    texts = (*HARD_TEXTS, "", *names, *map(_between_others, names))
+    return _first_differing(lambda text: [pieces.piece_to_id(piece) for piece in pieces.encode(text, out_type=str)], tokenizer, texts)
+
+
+def _first_differing(encode: Callable[[str], list[int]], tokenizer: Tokenizer, texts: Iterable[str]) -> str | None:
+    return next((text for text in texts if _ids(encode, text) != _ids(tokenizer.tokenize, text)), None)
 
 
 def _ids(encode: Callable[[str], list[int]], text: str) -> list[int] | None:
@@ -61,5 +81,9 @@ def _texts(encoder: Encoder, tokenizer: Tokenizer) -> Iterator[str]:
     for spelling, token_id in vocabulary.items():
         yield from (spelling, tokenizer.detokenize([token_id]))
     for token in encoder.get_added_tokens_decoder().values():
-        yield f"a{token.content}b {token.content} {token.content}{token.content}\n{token.content}"
+        yield _between_others(token.content)
     yield "".join(vocabulary)
+
+
+def _between_others(spelling: str) -> str:
+    return f"a{spelling}b {spelling} {spelling}{spelling}\n{spelling}"

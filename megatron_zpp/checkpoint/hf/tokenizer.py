@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import sentencepiece
 
 from megatron_zpp.checkpoint.export import write_json
-from megatron_zpp.checkpoint.hf.auto_tokenizer import REBUILT, differing_text
+from megatron_zpp.checkpoint.hf.auto_tokenizer import REBUILT, differing_text, differing_text_of_pieces
 from megatron_zpp.checkpoint.hf.rules import Boundaries
 from megatron_zpp.checkpoint.hf.tokenizer_content import byte_level_bpe, sentencepiece_bpe
 from megatron_zpp.config.schema import DataConfig
@@ -77,20 +77,23 @@ def write_tokenizer(folder: Path, data: DataConfig, tokenizer: Tokenizer | None,
     files = _files(data, tokenizer)
     reason = files.reason
     if files.content is not None:
-        config = {**_CONFIG, **files.config, **_names(files.content, boundaries_of(tokenizer))}
+        config = {**_CONFIG, **files.config}
+        config |= _names(files.content, boundaries_of(tokenizer), splits_special=config["split_special_tokens"])
         names = f"{', '.join(['tokenizer.json', *files.copies])} and tokenizer_config.json"
         differing = differing_text(files.content, config, model_type, tokenizer)
         if differing is None:
             _write(folder, files.content, config, files.copies)
             return WrittenTokenizer(names, {})
-        if model_type in REBUILT and differing_text(files.content, config, None, tokenizer) is None:
-            _write(folder / _SUBFOLDER, files.content, config, files.copies)
-            return WrittenTokenizer(f"{names} {_WHY_SUBFOLDER} them", {})
+        if model_type in REBUILT:
+            differing = differing_text(files.content, config, None, tokenizer)
+            if differing is None:
+                _write(folder / _SUBFOLDER, files.content, config, files.copies)
+                return WrittenTokenizer(f"{names} {_WHY_SUBFOLDER} them", {})
         reason = f"AutoTokenizer would give other ids with a tokenizer.json, for example for {differing[:40]!r}"
     if _MODEL_FILE not in files.copies:
         return WrittenTokenizer(f"no tokenizer files: {reason}", {})
     note = f"{_MODEL_FILE} alone, for the sentencepiece library: {reason}"
-    if model_type in REBUILT or tokenizer.bos is not None:
+    if model_type in REBUILT or differing_text_of_pieces(Path(files.copies[_MODEL_FILE]).read_bytes(), tokenizer) is not None:
         _write(folder / _SUBFOLDER, None, {}, files.copies)
         return WrittenTokenizer(f"{note}; it is {_WHY_SUBFOLDER} it", {})
     _write(folder, None, {}, files.copies)
@@ -107,16 +110,23 @@ def _write(folder: Path, content: Mapping[str, Any] | None, config: Mapping[str,
     sync_folder(folder)
 
 
-def _names(content: Mapping[str, Any], boundaries: Boundaries) -> dict[str, str | None]:
-    """The named tokens of tokenizer_config.json. One that is no added token has no name, because its name would make it one."""
-    spelling_of = {token["id"]: token["content"] for token in content["added_tokens"]}
+def _names(content: Mapping[str, Any], boundaries: Boundaries, *, splits_special: bool) -> dict[str, str | None]:
+    """The named tokens of tokenizer_config.json.
+
+    One that is no added token has no name, because its name would make it one. The same holds for one that is not special, where texts that
+    spell special tokens are plain text.
+    """
+    spelling_of = {token["id"]: token["content"] for token in content["added_tokens"] if token["special"] or not splits_special}
     return {name: spelling_of.get(token_id) for name, token_id in boundaries.named().items()}
 
 
 def _files(data: DataConfig, tokenizer: Tokenizer) -> _Files:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         kept = {name: tokenizer.tokenizer_config[name] for name in _KEPT if tokenizer.tokenizer_config.get(name) is not None}
-        return _Files(json.loads(tokenizer.tokenizer_json()), kept, {})
+        content = json.loads(tokenizer.tokenizer_json())
+        if content["model"].get("dropout"):
+            return _Files(None, {}, {}, "its tokenizer.json leaves out merges at random, so the same text has other ids each time")
+        return _Files(content, kept, {})
     if isinstance(tokenizer, GPT2BPETokenizer) and data.vocab_file is not None and data.merge_file is not None:
         copies = {"vocab.json": data.vocab_file, "merges.txt": data.merge_file}
         return _Files(byte_level_bpe(read_vocabulary(data.vocab_file), read_merges(data.merge_file)), _PLAIN_NAMES, copies)

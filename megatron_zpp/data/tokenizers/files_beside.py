@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.outside import Members, OutsideFile
+from megatron_zpp.config.outside import Members, OutsideFile, is_encodable
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("extra_special_tokens", "additional_special_tokens")  # the first one that a file has counts
@@ -34,6 +34,12 @@ class FilesBeside:
         template = self._file("chat_template.jinja")
         return self._config.values if template.is_missing() else {**self._config.values, "chat_template": template.text()}
 
+    @property
+    def splits_special_tokens(self) -> bool:
+        """Whether special tokens in a text are plain text. Raises ValueError if the file says neither."""
+        name = "split_special_tokens"
+        return self._config.values.get(name) is not None and self._config.switch(name)
+
     def spelling(self, name: str) -> str | None:
         """The token of a name such as `eos_token`, None if no file says it."""
         return next((_content(members, name) for members in (self._config, self._map) if members.values.get(name) is not None), None)
@@ -54,9 +60,12 @@ class FilesBeside:
                 )
 
     def add_named_tokens(self, tokenizer: Any) -> None:
-        """Adds the other tokens that the files name. Those that the tokenizer lacks get the next ids, in the order of transformers."""
-        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        tokenizer.add_tokens([token for token in self._named_tokens() if token.content not in known])
+        """Adds the other tokens that the files name. Those that the tokenizer lacks get the next ids, in the order of transformers.
+
+        All that are named become special. Those that the tokenizer has keep their other rules.
+        """
+        known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        tokenizer.add_special_tokens([known.get(token.content, token) for token in self._named_tokens()])
 
     def _numbered_tokens(self) -> Iterator[tuple[int, Any, str]]:
         """Id and token, and the file that says so."""
@@ -69,6 +78,8 @@ class FilesBeside:
             return
         special = {token.content for token in self._named_tokens()}
         for spelling in self._ids.values:
+            if not is_encodable(spelling):
+                self._file("added_tokens.json").refuse(f"has {spelling!r}, which is not a string of Unicode characters")
             token = _added_token(spelling, special=spelling in special, normalized=spelling not in special)
             yield self._ids.count(spelling), token, "added_tokens.json"
 
@@ -85,7 +96,9 @@ class FilesBeside:
                 if name.endswith("_token") and name not in NAMES and isinstance(value, str | dict):
                     yield _special_token(members, name)
         for members in files:
-            listed = next((name for name in LISTS if members.values.get(name)), None)
+            # Beside a list of tokenizer_config.json, the second one of special_tokens_map.json does not count.
+            counted = LISTS[:1] if members is self._map and not self._config.values.keys().isdisjoint(LISTS) else LISTS
+            listed = next((name for name in counted if members.values.get(name)), None)
             if listed is not None:
                 entries = members.members(listed) if isinstance(members.values[listed], dict) else members.by_place(listed)
                 yield from (_special_token(entries, key) for key in entries.values)

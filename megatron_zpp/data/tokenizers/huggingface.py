@@ -49,6 +49,7 @@ class HuggingFaceTokenizer(BatchTokenizer):
             self.bos = self._only_begin() if named.get("bos_token") is None else named["bos_token"]
         self.pad = named.get("pad_token")
         self.tokenizer_config = beside.config
+        self._splits_special_tokens = beside.splits_special_tokens
         self._split_special_tokens()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -84,7 +85,7 @@ class HuggingFaceTokenizer(BatchTokenizer):
         return join_lists(encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts)))
 
     def _split_special_tokens(self) -> None:
-        self._tokenizer.encode_special_tokens = self.tokenizer_config.get("split_special_tokens") is True
+        self._tokenizer.encode_special_tokens = self._splits_special_tokens
 
     def _vocabulary(self) -> dict[str, int]:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)

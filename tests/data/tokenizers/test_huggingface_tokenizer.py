@@ -127,6 +127,9 @@ FILES: dict[str, dict[str, Any]] = {
     "lists in the map": {MAP: {"additional_special_tokens": ["<b>", "<a>"], "pad_token": token("<pad>")}},
     "objects in the map": {MAP: {"extra_special_tokens": [token("<b>")], "bos_token": token("<a>", lstrip=True)}},
     "names": {CONFIG: {"pad_token": "<pad>", "image_token": "<c>", "bos_token": "<a>", "unk_token": "<b>", "add_bos_token": True}},
+    "a list in both": {CONFIG: {"additional_special_tokens": ["<b>"]}, MAP: {"additional_special_tokens": ["<a>"]}},
+    "a list in the map beside an empty one": {CONFIG: {"extra_special_tokens": []}, MAP: {"additional_special_tokens": ["<a>"]}},
+    "both lists in the map": {CONFIG: {"extra_special_tokens": ["<b>"]}, MAP: {"extra_special_tokens": [token("<a>")]}},
     "a name of an ordinary token": {CONFIG: {"pad_token": "aA"}},
     "plain names": {CONFIG: {"extra_special_tokens": ["<a>"], "split_special_tokens": True}, NUMBERED: {"<b>": NEXT_ID}},
 }
@@ -165,6 +168,8 @@ def test_tokens_that_only_the_files_beside_name_have_the_ids_of_transformers(tmp
         ({CONFIG: {"added_tokens_decoder": {"x": token("<a>")}}}, "added_tokens_decoder.x must be a member whose key is an id"),
         ({CONFIG: {"pad_token": 5}}, 'pad_token must be a string, or an object with "content", not 5'),
         ({MAP: {"extra_special_tokens": [["<a>"]]}}, "extra_special_tokens.0 must be a string"),
+        ({NUMBERED: {"\ud800": NEXT_ID}}, r"added_tokens.json has '\\ud800', which is not a string of Unicode characters; copy it again"),
+        ({CONFIG: {"split_special_tokens": 1}}, "tokenizer_config.json: split_special_tokens must be true or false, not 1"),
     ],
 )
 def test_tokens_beside_that_contradict_tokenizer_json_or_are_none_are_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
