@@ -56,7 +56,7 @@ class Corpus(SplitCorpus):
         return CorpusOrder(
             Path(self.prefix).name,
             self._lengths_digest,
-            self.source.beginnings_digest(len(self.source)),
+            self._beginnings_digest,
             len(self.source),
             documents.start,
             documents.stop,
@@ -95,3 +95,7 @@ class Corpus(SplitCorpus):
     @cached_property
     def _lengths_digest(self) -> str:
         return self.source.lengths_digests([len(self.source)])[len(self.source)]
+
+    @cached_property
+    def _beginnings_digest(self) -> str:
+        return self.source.beginnings_digest(len(self.source))
