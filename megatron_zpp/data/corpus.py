@@ -54,7 +54,7 @@ class Corpus(SplitCorpus):
     def _order_of(self, split_name: str, sample_count: int, share: float) -> CorpusOrder:
         documents = self.documents[split_name]
         return CorpusOrder(
-            Path(self.prefix).name,
+            Path(self.prefix).name.encode(errors="backslashreplace").decode(),  # a file name may have bytes that are not UTF-8
             self._lengths_digest,
             self._beginnings_digest,
             len(self.source),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -242,6 +243,14 @@ def test_corpora_in_another_order_are_another_order(tmp_path: Path) -> None:
     run.leg(f"--seq-length 32 --split 1 --train-iters 40 --data-path 1 {first} 1 {second}", 15)
     (line,) = run.leg(f"--seq-length 32 --split 1 --train-iters 40 --data-path 1 {second} 1 {first}", 0)
     assert line.startswith(f"{WARNING}(the corpora have another order): of the ")
+
+
+def test_a_corpus_whose_file_name_is_not_utf8_is_read_from_the_checkpoint(tmp_path: Path) -> None:
+    flags = f"--seq-length 32 --train-iters 40 --data-path {corpus(tmp_path / 'a', 400, os.fsdecode(bytes([0xFF])))}"
+    run = Run()
+    run.leg(flags, 20)
+    assert run.leg(flags, 0) == []
+    assert run.stored is not None and run.stored.readings[0].splits["train"][0].corpus == r"\udcff"
 
 
 def test_an_evaluation_says_nothing_of_training_data(tmp_path: Path) -> None:
