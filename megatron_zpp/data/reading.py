@@ -55,7 +55,9 @@ class CorpusOrder:
     def other_order(self, here: CorpusOrder) -> Iterator[str]:
         """What makes the order of `here` another one where the documents are the same, with both values."""
         if self.share != here.share:
-            yield f"a share of {self.share:.4g} there and {here.share:.4g} here"
+            # 91 and 0.91 may differ in the last bit of a share, which decides which of equal corpora is drawn first.
+            digits = 4 if f"{self.share:.4g}" != f"{here.share:.4g}" else 17
+            yield f"a share of {self.share:.{digits}g} there and {here.share:.{digits}g} here"
         if self.seq_length != here.seq_length:
             yield f"samples of {self.seq_length} tokens there and {here.seq_length} here"
         if self.seed != here.seed:

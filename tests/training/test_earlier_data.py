@@ -237,6 +237,15 @@ def test_documents_of_the_same_lengths_with_other_tokens_are_others(tmp_path: Pa
     )
 
 
+def test_shares_that_differ_in_the_last_bit_are_written_with_all_digits(tmp_path: Path) -> None:
+    names = [corpus(tmp_path / "a", 100, f"corpus_{number}", 5000 * number) for number in range(4)]
+    run = Run()
+    for unit in (1, 100):
+        weights = " ".join(f"{weight / unit:g} {name}" for weight, name in zip((91, 20, 5, 70), names, strict=True))
+        lines = run.leg(f"--seq-length 32 --split 1 --train-iters 40 --data-path {weights}", 5)
+    assert lines[0].startswith(f"{WARNING}(corpus_3 has a share of 0.37634408602150538 there and 0.37634408602150532 here): of the ")
+
+
 def test_corpora_in_another_order_are_another_order(tmp_path: Path) -> None:
     first, second = corpus(tmp_path / "a", 400), corpus(tmp_path / "a", 300, "other", 15000)
     run = Run()
