@@ -164,8 +164,11 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
             progress = start.load_progress(config, engine, source)
             config = start.with_remaining_batches(config, progress, ladder.grid.sample_groups)
         here = reading_of_run(config, vocabulary, datasets, progress.consumed_samples)
-        if world.rank == 0:  # it lists the folder of checkpoints, which all ranks share, and reads the indices of corpora
-            about_data = [] if source.stored is None else data_notices(config, source.stored, here, datasets)
+        about_data: list[str] = []
+        if source.stored is not None:
+            with world.agreement("comparing the data with those of the checkpoint", printer.on_first):
+                about_data = data_notices(config, source.stored, here, datasets) if world.rank == 0 else []  # it reads whole indices
+        if world.rank == 0:  # it lists the folder of checkpoints, which all ranks share
             printer.on_first(start.describe_start(config, source, progress, about_data))
         progress = with_reading(progress, here)
         source.close()

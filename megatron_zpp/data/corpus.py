@@ -54,9 +54,9 @@ class Corpus(SplitCorpus):
     def _order_of(self, split_name: str, sample_count: int, share: float) -> CorpusOrder:
         documents = self.documents[split_name]
         return CorpusOrder(
-            Path(self.prefix).name,
+            Path(self.prefix).name.encode(errors="backslashreplace").decode(),  # a file name may have bytes that are not UTF-8
             self._lengths_digest,
-            self.source.beginnings_digest(len(self.source)),
+            self._beginnings_digest,
             len(self.source),
             documents.start,
             documents.stop,
@@ -95,3 +95,7 @@ class Corpus(SplitCorpus):
     @cached_property
     def _lengths_digest(self) -> str:
         return self.source.lengths_digests([len(self.source)])[len(self.source)]
+
+    @cached_property
+    def _beginnings_digest(self) -> str:
+        return self.source.beginnings_digest(len(self.source))

@@ -106,11 +106,16 @@ class IndexedDataset:
 
     def lengths_digests(self, counts: Iterable[int]) -> dict[int, str]:
         """The SHA-256 of the lengths of the first so many sequences, as stored, by their number. They are read once."""
-        digest, start, found = hashlib.sha256(), 0, dict[int, str]()
+        digest, done, found = hashlib.sha256(), 0, dict[int, str]()
+        chunk, first = self.lengths[:0], 0
         for count in sorted(set(counts)):
-            for first in range(start, count, INDEX_CHUNK_NUMEL):
-                digest.update(self.lengths[first : min(first + INDEX_CHUNK_NUMEL, count)].data)
-            start, found[count] = count, digest.hexdigest()
+            while done < count:
+                if done == first + len(chunk):
+                    first, chunk = done, self.lengths[done : done + INDEX_CHUNK_NUMEL]
+                stop = min(count, first + len(chunk))
+                digest.update(chunk[done - first : stop - first].data)
+                done = stop
+            found[count] = digest.hexdigest()
         return found
 
     def beginnings_digest(self, count: int) -> str:

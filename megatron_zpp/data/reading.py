@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_zpp.config.counted import counted
@@ -37,15 +38,16 @@ class CorpusOrder:
     def documents(self) -> range:
         return range(self.first_document, self.stop_document)
 
-    def has_documents_of(self, other: CorpusOrder) -> bool:
-        """Whether the corpora are the same, as far as it is known, whatever their names and splits are."""
-        return (self.lengths_sha256, self.beginnings_sha256) == (other.lengths_sha256, other.beginnings_sha256)
+    @property
+    def digests(self) -> tuple[str, str]:
+        """The same for two corpora if they are the same, as far as it is known, whatever their names and splits are."""
+        return self.lengths_sha256, self.beginnings_sha256
 
     def other_documents(self, here: CorpusOrder) -> Iterator[str]:
         """What makes the documents of `here` others, with both values."""
         if self.document_count != here.document_count:
             yield f"{counted(self.document_count, 'document')} there and {here.document_count} here"
-        elif not self.has_documents_of(here):
+        elif self.digests != here.digests:
             yield "other documents"
         elif self.documents != here.documents:
             yield f"documents {_in_words(self.documents)} there and {_in_words(here.documents)} here"
@@ -53,7 +55,9 @@ class CorpusOrder:
     def other_order(self, here: CorpusOrder) -> Iterator[str]:
         """What makes the order of `here` another one where the documents are the same, with both values."""
         if self.share != here.share:
-            yield f"a share of {self.share:.4g} there and {here.share:.4g} here"
+            # 91 and 0.91 may differ in the last bit of a share, which decides which of equal corpora is drawn first.
+            digits = 4 if f"{self.share:.4g}" != f"{here.share:.4g}" else 17
+            yield f"a share of {self.share:.{digits}g} there and {here.share:.{digits}g} here"
         if self.seq_length != here.seq_length:
             yield f"samples of {self.seq_length} tokens there and {here.seq_length} here"
         if self.seed != here.seed:
@@ -77,10 +81,6 @@ class Reading:
     tokenizer: str
     splits: Mapping[str, tuple[CorpusOrder, ...]]
 
-    def goes_on_as(self, here: Reading) -> bool:
-        """Whether `here` reads the same in the same order."""
-        return replace(self, first_sample=here.first_sample) == here
-
     def differences(self, here: Reading, split: str) -> list[str]:
         """What makes the documents of a split in `here` others, or the order of its training samples, in words."""
         found = []
@@ -93,7 +93,7 @@ class Reading:
                 found.append(f"{then.corpus} is left out")
             elif now is not None:
                 found.append(f"{now.corpus} is new")
-        if not found and split == "train" and not all(then.has_documents_of(now) for then, now in zip(theirs, ours, strict=True)):
+        if not found and split == "train" and [then.digests for then in theirs] != [now.digests for now in ours]:
             found.append("the corpora have another order")
         return found
 
@@ -136,15 +136,22 @@ def _corpus_order_of(found: Members) -> CorpusOrder:
 
 
 def _paired(theirs: Sequence[CorpusOrder], ours: Sequence[CorpusOrder]) -> Iterator[tuple[CorpusOrder | None, CorpusOrder | None]]:
-    """Each corpus beside the one here of the same file name, or else of the same documents; None if there is none."""
-    rest = list(ours)
-    for then in theirs:
-        now = next((now for now in rest if now.corpus == then.corpus), None)
-        now = now or next((now for now in rest if then.has_documents_of(now)), None)
-        if now is not None:
-            rest.remove(now)
-        yield then, now
-    yield from ((None, now) for now in rest)
+    """Each corpus beside one here: of the same documents and file name, or else of the same documents, or else of the same file name.
+
+    None if there is none.
+    """
+    found = dict[int, int]()  # places in `ours` by those in `theirs`
+    for name_of in (lambda order: (*order.digests, order.corpus), lambda order: order.digests, lambda order: order.corpus):
+        taken, rest = set(found.values()), defaultdict[Any, list[int]](list)
+        for place, now in enumerate(ours):
+            if place not in taken:
+                rest[name_of(now)].append(place)
+        for place, then in enumerate(theirs):
+            if place not in found and rest[name_of(then)]:
+                found[place] = rest[name_of(then)].pop(0)
+    yield from ((then, ours[found[place]] if place in found else None) for place, then in enumerate(theirs))
+    taken = set(found.values())
+    yield from ((None, now) for place, now in enumerate(ours) if place not in taken)
 
 
 def _in_words(documents: range) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.data_sources import SPLITS
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.datasets import Datasets
@@ -28,7 +29,8 @@ def reading_of_run(config: Config, vocabulary: Vocabulary, datasets: Datasets, f
 def with_reading(progress: Progress, here: Reading) -> Progress:
     """The progress with `here` as its latest reading, if that is another one than before."""
     earlier = tuple(reading for reading in progress.readings if reading.first_sample < here.first_sample)
-    return replace(progress, readings=earlier if earlier and earlier[-1].goes_on_as(here) else (*earlier, here))
+    is_same = bool(earlier) and replace(earlier[-1], first_sample=here.first_sample) == here
+    return replace(progress, readings=earlier if is_same else (*earlier, here))
 
 
 def data_notices(config: Config, stored: StoredRun, here: Reading, datasets: Datasets) -> list[str]:
@@ -40,23 +42,19 @@ def data_notices(config: Config, stored: StoredRun, here: Reading, datasets: Dat
     if not then.tokenizer:
         line = "the checkpoint does not say which data its run has read, so they are not compared with the data here"
         return [line, *order_notices(config, stored)]
-    if then.goes_on_as(here):
-        return []
-    earlier, lines = EarlierDocuments(datasets.sources, readings), []
-    reasons = then.differences(here, "train")
-    if reasons and here.first_sample < end:
-        again = earlier.read_again(readings, train, here.first_sample, end)
-        lines.append(f"WARNING: the training data or their order have changed ({_some(reasons)}): {_in_words(again, here, end)}")
-    for split in ("valid", "test"):
-        moved = earlier.moved(then, here, from_split=split, to_split="train")
-        if moved:
-            lines.append(f"WARNING: {moved} {SPLIT_WORDS[split]} documents of the checkpoint's run are training documents now")
-        moved = earlier.moved(then, here, from_split="train", to_split=split)
-        if moved:
-            lines.append(f"WARNING: {moved} training documents of the checkpoint's run are {SPLIT_WORDS[split]} documents now")
-        reasons = then.differences(here, split)
-        if reasons:
-            lines.append(f"WARNING: the {SPLIT_WORDS[split]} data have changed ({_some(reasons)}): losses are not comparable")
+    lines: list[str] = []
+    reasons = {split: then.differences(here, split) for split in SPLITS}
+    if any(reasons.values()):  # else nothing is read for it
+        earlier = EarlierDocuments(datasets.sources, readings, here)
+        if reasons["train"] and here.first_sample < end:
+            again = _in_words(earlier.read_again(train, end), here, end)
+            lines.append(f"WARNING: the training data or their order have changed ({_some(reasons['train'])}): {again}")
+        for split in ("valid", "test"):
+            for from_split, to_split in ((split, "train"), ("train", split)):
+                moved, before, now = earlier.moved(from_split=from_split, to_split=to_split), SPLIT_WORDS[from_split], SPLIT_WORDS[to_split]
+                lines += [f"WARNING: {moved} {before} documents of the checkpoint's run are {now} documents now"] if moved else []
+            if reasons[split]:
+                lines.append(f"WARNING: the {SPLIT_WORDS[split]} data have changed ({_some(reasons[split])}): losses are not comparable")
     if then.tokenizer != here.tokenizer:
         lines.append(f"WARNING: the checkpoint's run had another tokenizer: {then.tokenizer} there and {here.tokenizer} here")
     return lines

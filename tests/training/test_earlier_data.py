@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.data import read_again
 from megatron_zpp.data.build_once import SILENT
 from megatron_zpp.data.datasets import Datasets
+from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.monitor import available_memory
 from megatron_zpp.training import setup
 from megatron_zpp.training.earlier_data import data_notices, reading_of_run, with_reading
@@ -162,7 +164,7 @@ def test_a_corpus_replaced_under_its_name_is_named_because_its_tokens_cannot_be_
     (line,) = run.leg(f"{flags} {corpus(tmp_path / 'b', 400, lengths=LENGTHS[400:])}", 0)
     assert line == (
         f"{WARNING}(corpus has other documents): of the 2560 tokens that are read from here on, 0 were read before; not "
-        "counted: those of corpus, whose earlier documents are not there"
+        "counted: those of corpus, whose earlier documents are not all there"
     )
 
 
@@ -177,14 +179,71 @@ def test_a_corpus_that_grew_under_another_name_is_recognized(tmp_path: Path) -> 
     assert line == f"{WARNING}({changed}): of the {rest} tokens that are read from here on, {again} were read before"
 
 
+def test_a_corpus_that_lost_documents_under_another_name_is_not_counted(tmp_path: Path) -> None:
+    flags = "--seq-length 32 --split 1 --train-iters 40 --data-path"
+    run = Run()
+    run.leg(f"{flags} {corpus(tmp_path / 'a', 440)}", 20)
+    shorter = f"{flags} {corpus(tmp_path / 'b', 400, 'shorter')}"
+    again, _ = run.read_twice(shorter)
+    (line,) = run.leg(shorter, 0)
+    assert again > 0 and line.endswith("; not counted: those of corpus, whose earlier documents are not all there")
+
+
+def test_a_corpus_that_is_left_out_does_not_come_again(tmp_path: Path) -> None:
+    first, second = corpus(tmp_path / "a", 400), corpus(tmp_path / "a", 300, "other", 15000)
+    flags = "--seq-length 32 --split 1 --train-iters 40 --data-path"
+    run = Run()
+    run.leg(f"{flags} 1 {first} 1 {second}", 15)
+    again, rest = run.read_twice(f"{flags} {second}")
+    (line,) = run.leg(f"{flags} {second}", 0)
+    assert line.endswith(f": of the {rest} tokens that are read from here on, {again} were read before")
+
+
+def test_of_corpora_with_one_file_name_those_with_the_same_documents_are_compared(tmp_path: Path) -> None:
+    names = [corpus(tmp_path / folder, count, "text", first) for folder, count, first in (("en", 400, 0), ("de", 300, 15000))]
+    flags = "--seq-length 32 --split 1 --train-iters 40 --data-path"
+    run = Run()
+    run.leg(f"{flags} 1 {names[0]} 1 {names[1]}", 15)
+    (line,) = run.leg(f"{flags} {names[1]}", 0)
+    assert line.startswith(f"{WARNING}(text is left out, text has a share of 0.5 there and 1 here): of the ")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_many_corpora_are_read_once_and_only_if_something_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, changed: bool
+) -> None:
+    blend = " ".join(f"1 {corpus(tmp_path / 'a', 40 + number, f'corpus_{number}')}" for number in range(20))
+    run, calls = Run(), Counter[str]()
+    run.leg(f"--seq-length 32 --train-iters 40 --split 80,10,10 --data-path {blend}", 15)
+    config = config_of(f"--seq-length 32 --train-iters 40 --split {'70' if changed else '80'},10,10 --data-path {blend}")
+    datasets = setup.build_run_data(config, VOCABULARY, run.stored, SILENT, checks_token_ids=False)
+    for name in ("lengths_digests", "beginnings_digest"):
+        original = getattr(IndexedDataset, name)
+        monkeypatch.setattr(IndexedDataset, name, lambda *values, name=name, original=original: calls.update([name]) or original(*values))
+    assert run.stored is not None
+    lines = data_notices(config, run.stored, reading_of_run(config, VOCABULARY, datasets, 60), datasets)
+    assert bool(lines) == changed
+    # Each corpus begins with the documents of all shorter ones.
+    assert calls == ({"lengths_digests": 20, "beginnings_digest": 20 * 21 // 2} if changed else {})
+
+
 def test_documents_of_the_same_lengths_with_other_tokens_are_others(tmp_path: Path) -> None:
     flags = "--seq-length 32 --split 1 --train-iters 40 --data-path"
     run = Run()
     run.leg(f"{flags} {corpus(tmp_path / 'a', 400, lengths=[20] * 400)}", 20)
     (line,) = run.leg(f"{flags} {corpus(tmp_path / 'b', 400, first_token=9000, lengths=[20] * 400)}", 0)
     assert line.startswith(f"{WARNING}(corpus has other documents)") and line.endswith(
-        "those of corpus, whose earlier documents are not there"
+        "those of corpus, whose earlier documents are not all there"
     )
+
+
+def test_shares_that_differ_in_the_last_bit_are_written_with_all_digits(tmp_path: Path) -> None:
+    names = [corpus(tmp_path / "a", 100, f"corpus_{number}", 5000 * number) for number in range(4)]
+    run = Run()
+    for unit in (1, 100):
+        weights = " ".join(f"{weight / unit:g} {name}" for weight, name in zip((91, 20, 5, 70), names, strict=True))
+        lines = run.leg(f"--seq-length 32 --split 1 --train-iters 40 --data-path {weights}", 5)
+    assert lines[0].startswith(f"{WARNING}(corpus_3 has a share of 0.37634408602150538 there and 0.37634408602150532 here): of the ")
 
 
 def test_corpora_in_another_order_are_another_order(tmp_path: Path) -> None:
@@ -193,6 +252,14 @@ def test_corpora_in_another_order_are_another_order(tmp_path: Path) -> None:
     run.leg(f"--seq-length 32 --split 1 --train-iters 40 --data-path 1 {first} 1 {second}", 15)
     (line,) = run.leg(f"--seq-length 32 --split 1 --train-iters 40 --data-path 1 {second} 1 {first}", 0)
     assert line.startswith(f"{WARNING}(the corpora have another order): of the ")
+
+
+def test_a_corpus_whose_file_name_is_not_utf8_is_read_from_the_checkpoint(tmp_path: Path) -> None:
+    flags = f"--seq-length 32 --train-iters 40 --data-path {corpus(tmp_path / 'a', 400, os.fsdecode(bytes([0xFF])))}"
+    run = Run()
+    run.leg(flags, 20)
+    assert run.leg(flags, 0) == []
+    assert run.stored is not None and run.stored.readings[0].splits["train"][0].corpus == r"\udcff"
 
 
 def test_an_evaluation_says_nothing_of_training_data(tmp_path: Path) -> None:
@@ -208,8 +275,24 @@ def test_training_documents_that_become_validation_documents_are_counted(tmp_pat
     assert "WARNING: 40 training documents of the checkpoint's run are validation documents now" in run.leg(f"{flags} --split 80,20,0", 0)
 
 
+def test_documents_of_a_corpus_that_is_named_twice_change_their_split_once(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", 400)
+    flags = f"--seq-length 32 --train-iters 40 --data-path 1 {prefix} 1 {prefix}"
+    run = Run()
+    run.leg(f"{flags} --split 80,20,0", 20)
+    assert "WARNING: 40 validation documents of the checkpoint's run are training documents now" in run.leg(f"{flags} --split 90,10,0", 0)
+
+
+def test_training_documents_are_recognized_in_validation_data_of_another_path(tmp_path: Path) -> None:
+    first, second = corpus(tmp_path / "a", 40, "first", 15000), corpus(tmp_path / "a", 50, "second")
+    flags = f"--seq-length 32 --train-iters 10 --train-data-path {corpus(tmp_path / 'a', 400)} --valid-data-path"
+    run = Run()
+    run.leg(f"{flags} {first}", 5)
+    assert "WARNING: 50 training documents of the checkpoint's run are validation documents now" in run.leg(f"{flags} {second}", 0)
+
+
 def test_validation_data_of_another_path_are_said_to_be_others(tmp_path: Path) -> None:
-    first, second = corpus(tmp_path / "a", 40, "first"), corpus(tmp_path / "a", 50, "second")
+    first, second = corpus(tmp_path / "a", 40, "first", 15000), corpus(tmp_path / "a", 50, "second", 15000)
     flags = f"--seq-length 32 --train-iters 10 --train-data-path {corpus(tmp_path / 'a', 400)} --valid-data-path"
     run = Run()
     run.leg(f"{flags} {first}", 5)
