@@ -66,17 +66,16 @@ class RotaryPositions:
     def are_frequencies(self, stored: Tensor) -> bool:
         """Whether another program's tensor has these frequencies: as they are here, or before the scaling, as some programs save them.
 
-        The tolerance is that of the stored dtype, and of a power of the base in fp32 on both sides: the exponent, rounded to 2^-24, moves
-        the power by ln(base) times as much, and the other operations, fewer than 8, by as much each.
+        The tolerance is that of a model that was in 16 bits for a time, whatever its file has: rounded to bf16 twice, by 2^-8 each, and to
+        fp16 below its normal numbers. Another base differs by far more.
         """
         if not stored.is_floating_point() or stored.shape != (self.config.rotary_channels // 2,):
             return False
         unscaled = RotaryPositions(replace(self.config, use_rope_scaling=False)).frequencies(stored.device)
         scaled = self.frequencies(stored.device) / self.config.rotary_seq_len_interpolation_factor
-        dtype = torch.finfo(stored.dtype)
-        relative = dtype.eps / 2 + 2 * (abs(math.log(self.config.rotary_base)) + 8) * 2**-24
-        smallest = dtype.smallest_normal * dtype.eps / 2
-        return any(torch.allclose(stored.double(), wanted.double(), rtol=relative, atol=smallest) for wanted in (unscaled, scaled))
+        bf16, fp16 = torch.finfo(torch.bfloat16), torch.finfo(torch.float16)
+        relative, absolute = bf16.eps, fp16.smallest_normal * fp16.eps
+        return any(torch.allclose(stored.double(), wanted.double(), rtol=relative, atol=absolute) for wanted in (unscaled, scaled))
 
     def _stretched(self, frequencies: Tensor) -> Tensor:
         """Frequencies under Llama 3.1's scaling. Waves longer than original / low are slowed by the factor.

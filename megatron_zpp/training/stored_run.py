@@ -202,6 +202,8 @@ def _stored_schedules(theirs: Mapping[str, Any], lengths: SampleLengths) -> tupl
         optimizer, training = _group_of(OptimizerConfig, theirs["optimizer"]), _group_of(TrainingConfig, theirs["training"])
         if optimizer.end_weight_decay is None:
             optimizer = replace(optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay)
+        if optimizer.lr_decay_tokens is None and optimizer.lr_decay_samples == training.train_samples is not None:
+            optimizer = replace(optimizer, lr_decay_tokens=training.train_tokens)  # as in flags of earlier versions
         learning_rates = LearningRateSchedule.from_config(optimizer, training, lengths)
         return learning_rates, WeightDecaySchedule.from_config(optimizer, training, lengths)
     except (KeyError, TypeError, ValueError) as error:

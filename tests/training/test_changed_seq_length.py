@@ -75,6 +75,16 @@ def test_a_decay_in_tokens_goes_on_where_it_was_and_ends_at_its_token(decay: str
     assert learning_rate(after, run, (end - 2560) // 256) == 0
 
 
+def test_a_checkpoint_whose_flags_do_not_say_that_the_decay_counts_tokens_has_the_schedule_of_its_length_in_tokens() -> None:
+    flags = "--train-tokens 10240 --lr 1 --lr-decay-style linear --lr-warmup-tokens 1024"
+    run = stored(flags)
+    older = {**run.manifest.flags, "optimizer": {**run.manifest.flags["optimizer"], "lr_decay_tokens": None}}
+    run = replace(run, manifest=replace(run.manifest, flags=older))
+    after = resumed(f"{flags} {LONGER}", run)
+    assert learning_rate(after, run) == learning_rate(config_of(flags), run)
+    assert resumed(flags, run).training.train_iters == 80
+
+
 def test_a_warmup_in_tokens_goes_on_where_it_was() -> None:
     flags = "--train-tokens 20480 --lr 1 --lr-warmup-tokens 5120"
     run = stored(flags)
