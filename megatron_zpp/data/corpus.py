@@ -7,9 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_zpp.data.build_once import ProgressPrinter
-from megatron_zpp.data.epochs import plan_epochs
 from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices, needed_bytes
+from megatron_zpp.data.gpt_indices import GPTIndices, indices_of, needed_bytes
 from megatron_zpp.data.index_cache import CachedIndices, IndexCache
 from megatron_zpp.data.index_room import check_room
 from megatron_zpp.data.reading import CorpusOrder
@@ -46,10 +45,11 @@ class Corpus(SplitCorpus):
 
         Appends to `messages` what a user should know.
         """
-        cached = self._cached_indices(split_name, sample_count, progress)
+        order = self._order_of(split_name, sample_count, share)
+        cached = self._cached_indices(order, split_name, progress)
         if cached.message is not None:
             messages.append(cached.message)
-        return GPTDataset(self.source, cached.indices, self._order_of(split_name, sample_count, share))
+        return GPTDataset(self.source, cached.indices, order)
 
     def _order_of(self, split_name: str, sample_count: int, share: float) -> CorpusOrder:
         documents = self.documents[split_name]
@@ -67,29 +67,25 @@ class Corpus(SplitCorpus):
             share,
         )
 
-    def _cached_indices(self, split_name: str, sample_count: int, progress: ProgressPrinter) -> CachedIndices[GPTIndices]:
-        documents, order = self.documents[split_name], self.order
+    def _cached_indices(self, order: CorpusOrder, split_name: str, progress: ProgressPrinter) -> CachedIndices[GPTIndices]:
         what = f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}"
 
         def build() -> GPTIndices:
-            epochs = plan_epochs(self.token_count(split_name), sample_count=sample_count, seq_length=order.seq_length)
-            check_room(needed_bytes(epochs, len(documents)), epochs.sample_count, what, split_name)
-            return build_gpt_indices(
-                self.source.lengths[:], documents, sample_count=sample_count, seq_length=order.seq_length, seed=order.seed
-            )
+            check_room(needed_bytes(order.epochs, len(order.documents)), order.epochs.sample_count, what, split_name)
+            return indices_of(order, self.source.lengths[:])
 
         description = {
             "class": "GPTDataset",
             "corpus": Path(self.prefix).name,
             # Of the data, the indices depend on the document lengths only.
-            "document_lengths_sha256": self._lengths_digest,
-            "documents": [documents.start, documents.stop],
+            "document_lengths_sha256": order.lengths_sha256,
+            "documents": [order.first_document, order.stop_document],
             "index_split": split_name,
-            "num_samples": sample_count,
+            "num_samples": order.sample_count,
             "random_seed": order.seed,
             "sequence_length": order.seq_length,
         }
-        cache = IndexCache(GPTIndices, order.folder_of(self.prefix), split_name, description)
+        cache = IndexCache(GPTIndices, self.order.folder_of(self.prefix), split_name, description)
         return cache.load_or_build(build, what, progress)
 
     @cached_property

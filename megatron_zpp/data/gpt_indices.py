@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_zpp.data.epochs import Epochs, plan_epochs
 from megatron_zpp.data.index_builders import cut_samples
+from megatron_zpp.data.reading import CorpusOrder
 from megatron_zpp.data.stored_array import Rows
 
 
@@ -46,6 +47,11 @@ def build_gpt_indices(lengths: np.ndarray, documents: range, *, sample_count: in
     document_index = _shuffled_documents(documents, epochs, generator)
     sample_index = cut_samples(lengths, document_index, sample_count=epochs.sample_count, seq_length=seq_length)
     return GPTIndices(document_index, sample_index, _shuffled_samples(epochs, generator))
+
+
+def indices_of(order: CorpusOrder, lengths: np.ndarray) -> GPTIndices:
+    """The indices of the samples in this order. lengths: as for `build_gpt_indices`, at least those of the documents of the order."""
+    return build_gpt_indices(lengths, order.documents, sample_count=order.sample_count, seq_length=order.seq_length, seed=order.seed)
 
 
 def _shuffled_documents(documents: range, epochs: Epochs, generator: np.random.RandomState) -> np.ndarray:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_zpp.data.blended_dataset import BlendedDataset
-from megatron_zpp.data.epochs import plan_epochs
 from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.gpt_indices import build_gpt_indices, needed_bytes
+from megatron_zpp.data.gpt_indices import indices_of, needed_bytes
 from megatron_zpp.data.index_builders import deal_samples
 from megatron_zpp.data.index_room import check_room
 from megatron_zpp.data.indexed_dataset import IndexedDataset
@@ -27,9 +26,7 @@ class ReadTokens:
 
     def __init__(self, source: IndexedDataset, order: CorpusOrder, first: int, stop: int) -> None:
         lengths = source.lengths[: order.document_count]
-        document, _, shuffle = build_gpt_indices(
-            lengths, order.documents, sample_count=order.sample_count, seq_length=order.seq_length, seed=order.seed
-        )
+        document, _, shuffle = indices_of(order, lengths)
         self._is_read = np.zeros(len(shuffle), dtype=bool)  # [samples]
         self._is_read[np.asarray(shuffle[first:stop])] = True
         self._documents, self._seq_length = order.documents, order.seq_length
@@ -131,7 +128,7 @@ class EarlierDocuments:
         if not self._sources[order.digests]:  # they may be in any corpus that the reading did not have beside it
             is_left_out = {order.digests for order in _orders_of([self._here])} <= {order.digests for order in _orders_of([reading])}
             return None if is_left_out else "whose earlier documents are not all there"
-        epochs, documents = plan_epochs(order.token_count, sample_count=order.sample_count, seq_length=order.seq_length), order.documents
+        epochs, documents = order.epochs, order.documents
         try:
             room = needed_bytes(epochs, len(documents)) + PLACE_BYTES * epochs.repeats * len(documents)
             check_room(room, epochs.sample_count, order.corpus, "train")

@@ -43,6 +43,11 @@ class CorpusOrder:
         """The same for two corpora if they are the same, as far as it is known, whatever their names and splits are."""
         return self.lengths_sha256, self.beginnings_sha256
 
+    @property
+    def epochs(self) -> Epochs:
+        """How often the tokens of the split are read. It has tokens."""
+        return plan_epochs(self.token_count, sample_count=self.sample_count, seq_length=self.seq_length)
+
     def other_documents(self, here: CorpusOrder) -> Iterator[str]:
         """What makes the documents of `here` others, with both values."""
         if self.document_count != here.document_count:
@@ -62,11 +67,8 @@ class CorpusOrder:
             yield f"samples of {self.seq_length} tokens there and {here.seq_length} here"
         if self.seed != here.seed:
             yield f"seed {self.seed} there and {here.seed} here"
-        if (self.token_count, self.seq_length) == (here.token_count, here.seq_length) and self._epochs() != here._epochs():
+        if (self.token_count, self.seq_length) == (here.token_count, here.seq_length) and self.epochs != here.epochs:
             yield f"{self.sample_count} samples in order there and {here.sample_count} here"
-
-    def _epochs(self) -> Epochs:
-        return plan_epochs(self.token_count, sample_count=self.sample_count, seq_length=self.seq_length)
 
 
 @dataclass(frozen=True)

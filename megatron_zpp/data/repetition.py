@@ -22,10 +22,10 @@ def repetition(
     of validation or test data, reads. set_name: of a validation set that is one of several.
     """
     data = f"{SPLIT_WORDS[split_name]} data" + (f" {set_name}" if set_name else "")
-    read = "read" if split_name == "train" else "read by each evaluation"
+    is_read = "read" if split_name == "train" else "read by each evaluation"
     tokens = {corpus.prefix: corpus.token_count(split_name) for corpus, _ in used}  # a blend may name a corpus twice
     times = sample_count * seq_length / sum(tokens.values())
-    lines = [f"{data}: {counted(sum(tokens.values()), 'token')}, {read} {_in_words(times)}"] if times >= SAID_TIMES else []
+    lines = [f"{data}: {counted(sum(tokens.values()), 'token')}, {is_read} {_in_words(times)}"] if times >= SAID_TIMES else []
     weights = dict.fromkeys(tokens, 0.0)
     for corpus, weight in used:
         weights[corpus.prefix] += weight
@@ -33,7 +33,7 @@ def repetition(
     often = [f"{prefix} {_in_words(read)}" for prefix, read in reads.items() if read > HARMLESS_TIMES]
     if len(tokens) > 1 and often:
         more = [f"{len(often) - MOST_NAMES} more"] * (len(often) > MOST_NAMES)
-        lines.append(f"{data}, {read} more than {HARMLESS_TIMES} times: {', '.join(often[:MOST_NAMES] + more)}")
+        lines.append(f"{data}, {is_read} more than {HARMLESS_TIMES} times: {', '.join(often[:MOST_NAMES] + more)}")
     return lines
 
 

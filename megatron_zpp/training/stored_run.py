@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +51,7 @@ class StoredRun:
         """
         return self.manifest.run.get("ordered_samples", 0) or _stored_length(self.manifest.flags)
 
-    @property
+    @cached_property
     def readings(self) -> tuple[Reading, ...]:
         """Which data the resumed run has read when it begins."""
         if self.weights_only:
@@ -190,9 +191,8 @@ def schedule_differences(config: Config, theirs: Mapping[str, Any]) -> Iterator[
     here = LearningRateSchedule.from_config(config.optimizer, config.training, config.sample_lengths)
     for name, then, now in learning_rates.differences(here):
         yield f"{SCHEDULE_FLAGS[name]} {then} there and {now} here"
-    for name, then, now in weight_decays.differences(
-        WeightDecaySchedule.from_config(config.optimizer, config.training, config.sample_lengths)
-    ):
+    decays_here = WeightDecaySchedule.from_config(config.optimizer, config.training, config.sample_lengths)
+    for name, then, now in weight_decays.differences(decays_here):
         yield f"{WEIGHT_DECAY_FLAGS[name]} {then} there and {now} here"
 
 

@@ -181,7 +181,7 @@ def test_a_second_run_loads_the_blend_it_finds(tmp_path: Path, monkeypatch: pyte
     prefixes = [write_corpus(tmp_path, [[number] * 50], name=f"c{number}") for number in range(2)]
     data = DataConfig(data_path=("0.3", prefixes[0], "0.7", prefixes[1]), split="1", data_cache_path=str(tmp_path / "cache"))
     first = blend_of(build(data))
-    for builder in ("megatron_zpp.data.blend.build_blend_indices", "megatron_zpp.data.corpus.build_gpt_indices"):
+    for builder in ("megatron_zpp.data.blend.build_blend_indices", "megatron_zpp.data.corpus.indices_of"):
         monkeypatch.setattr(builder, lambda *_, **__: pytest.fail("built although it is there"))
     again = blend_of(build(data))
     for left, right in zip(first.indices, again.indices, strict=True):

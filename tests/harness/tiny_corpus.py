@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.gpt_indices import build_gpt_indices
+from megatron_zpp.data.gpt_indices import indices_of
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocess.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.reading import CorpusOrder
@@ -35,25 +35,20 @@ def counting_documents(lengths: Sequence[int]) -> list[list[int]]:
 def open_dataset(prefix: str, documents: range, *, sample_count: int, seq_length: int = 8, seed: int = 1234) -> GPTDataset:
     """The samples of some documents of a corpus, without a cache."""
     source = IndexedDataset(prefix)
-    lengths = source.lengths[:]
-    indices = build_gpt_indices(lengths, documents, sample_count=sample_count, seq_length=seq_length, seed=seed)
-    tokens = int(lengths[documents.start : documents.stop].sum())
-    return GPTDataset(
-        source,
-        indices,
-        CorpusOrder(
-            Path(prefix).name,
-            source.lengths_digests([len(source)])[len(source)],
-            source.beginnings_digest(len(source)),
-            len(source),
-            documents.start,
-            documents.stop,
-            tokens,
-            sample_count,
-            seq_length,
-            seed,
-        ),
+    count, lengths = len(source), source.lengths[:]
+    order = CorpusOrder(
+        Path(prefix).name,
+        source.lengths_digests([count])[count],
+        source.beginnings_digest(count),
+        count,
+        documents.start,
+        documents.stop,
+        int(lengths[documents.start : documents.stop].sum()),
+        sample_count,
+        seq_length,
+        seed,
     )
+    return GPTDataset(source, indices_of(order, lengths), order)
 
 
 def write_golden_corpus(folder: Path) -> str:
