@@ -50,6 +50,7 @@ def manifest_of(engine: ZeroEngine, progress: Progress, flags: Mapping[str, Any]
             "ordered_samples": progress.ordered_samples,
             **_what_was_read(progress),
             "optimizer_steps": engine.optimizer.steps,
+            **_unused_steps(engine),
             "loss_scaler": engine.loss_scaler.state(),
         },
         flags=flags,
@@ -61,6 +62,12 @@ def manifest_of(engine: ZeroEngine, progress: Progress, flags: Mapping[str, Any]
         },
         versions=versions(),
     )
+
+
+def _unused_steps(engine: ZeroEngine) -> dict[str, Any]:
+    """The updates that have passed parameters over, if there are any."""
+    unused = engine.optimizer.unused_steps
+    return {"unused_steps": unused} if unused else {}
 
 
 def _what_was_read(progress: Progress) -> dict[str, Any]:
@@ -94,6 +101,6 @@ def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: b
         wanted.add(KEPT_WEIGHT)
     reader.fill(piece for piece in resting_pieces(engine) if piece.state in wanted)
     if with_moments:
-        engine.optimizer.steps = reader.manifest.run["optimizer_steps"]
+        engine.optimizer.resume(reader.manifest.run["optimizer_steps"], reader.manifest.run.get("unused_steps", {}))
         engine.loss_scaler.load_state(reader.manifest.run["loss_scaler"])
     engine.weights_changed(copies_are_filled=with_copies)

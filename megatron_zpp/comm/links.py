@@ -23,6 +23,7 @@ from megatron_zpp.comm.code import Runs
 from megatron_zpp.comm.codec import Codec, Regions
 from megatron_zpp.comm.codecs import recode_mean_into
 from megatron_zpp.comm.context_link import ContextLink
+from megatron_zpp.comm.hop_order import HopOrder
 from megatron_zpp.comm.host_link import HostLink
 from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.comm.ledger import Category, Ledger
@@ -46,6 +47,7 @@ class Ladder:
     tensor_link: to the ranks of the other ladders that have the same tokens; None if there is one ladder.
     context_link: to the ranks of this ladder that have other tokens of the same samples; None if there are none.
     host_link: to the memory of the host, where an optimizer may be kept.
+    hop_order: of the hops of this rank in which other ranks take part.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Ladder:
         self.streams = streams or streams_of(device)
         self.staging = Staging(device, self.streams)
         self.host_link = HostLink(self.streams)
+        self.hop_order = HopOrder()
         parts = (backend, ledger, self.staging, self.streams, waits or Waits())
         self.tensor_link = TensorLink(*parts) if self.grid.tensor_ranks > 1 else None
         self.context_link = ContextLink(*parts) if self.grid.context_ranks > 1 else None
@@ -168,6 +171,8 @@ class Ladder:
         return self.backend.gather_world(own)
 
     def _submit(self, hop: Hop) -> Hop:
+        if hop.launch is not nothing:
+            self.hop_order.add(hop.lane, hop.name)
         self.lanes.submit(hop)
         return hop
 

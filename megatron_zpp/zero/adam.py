@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -30,9 +30,11 @@ class AdamOptions:
 
 
 class Adam(Protocol):
-    """An AdamW optimizer. steps: number of updates so far; a resumed run sets it."""
+    """An AdamW optimizer."""
 
-    steps: int
+    @property
+    def steps(self) -> list[int]:
+        """By group of parameters, its number of updates so far. The host waits for the device."""
 
     def update(self, learning_rate: float, weight_decay: float, skips: Tensor | None) -> None:
         """One step with the gradients that the parameters have.
@@ -43,41 +45,32 @@ class Adam(Protocol):
 
 
 @dataclass(frozen=True)
-class AdamParameters:
-    """The parameters to update, with and without weight decay. Each has its moments exp_avg and exp_avg_sq, fp32 like the parameter."""
+class AdamGroup:
+    """Parameters that are updated alike. Each has its moments exp_avg and exp_avg_sq, fp32 like the parameter.
 
-    decayed: Mapping[nn.Parameter, dict[str, Tensor]]
-    others: Mapping[nn.Parameter, dict[str, Tensor]]
+    decays: whether their weights decay. steps: their number of updates so far, from which Adam corrects the bias of their moments.
+    """
 
-    def states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        return {**self.decayed, **self.others}
-
-    def groups(self) -> list[tuple[Mapping[nn.Parameter, dict[str, Tensor]], bool]]:
-        """Parameters with their moments, and whether their weights decay; a group without parameters is left out."""
-        return [(states, decays) for states, decays in ((self.decayed, True), (self.others, False)) if states]
+    decays: bool
+    steps: int
+    states: Mapping[nn.Parameter, dict[str, Tensor]]
 
 
-def make_adam(parameters: AdamParameters, options: AdamOptions) -> Adam:
+def make_adam(groups: Sequence[AdamGroup], options: AdamOptions) -> Adam:
     """The AdamW that `options` ask for."""
-    return ApexAdam(parameters, options) if options.backend == "apex" else TorchAdam(parameters, options)
+    return ApexAdam(groups, options) if options.backend == "apex" else TorchAdam(groups, options)
 
 
 class TorchAdam:
     """torch's fused AdamW. Its function is called directly: torch's class would import the compiler, a second and a half at every start."""
 
-    def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
+    def __init__(self, groups: Sequence[AdamGroup], options: AdamOptions) -> None:
         self._options = options
-        self._lists = [_Lists.of(states, decays) for states, decays in parameters.groups()]
+        self._lists = [_Lists.of(group) for group in groups]
 
     @property
-    def steps(self) -> int:
-        return int(self._lists[0].steps[0].item())
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        for lists in self._lists:
-            for step in lists.steps:
-                step.fill_(value)
+    def steps(self) -> list[int]:
+        return [int(lists.steps[0].item()) for lists in self._lists]
 
     @torch.no_grad()
     def update(self, learning_rate: float, weight_decay: float, skips: Tensor | None) -> None:
@@ -103,7 +96,7 @@ class TorchAdam:
 
 @dataclass(frozen=True)
 class _Lists:
-    """Parameters with the same weight decay and their states, in the same order. steps: number of updates of each, on its device."""
+    """The parameters of a group and their states, in the same order. steps: number of updates of each, on its device."""
 
     parameters: list[Tensor]
     exp_avgs: list[Tensor]
@@ -112,30 +105,27 @@ class _Lists:
     decays: bool
 
     @classmethod
-    def of(cls, states: Mapping[nn.Parameter, dict[str, Tensor]], decays: bool) -> _Lists:
-        exp_avgs, exp_avg_sqs = ([moments[name] for moments in states.values()] for name in ("exp_avg", "exp_avg_sq"))
-        return cls(list(states), exp_avgs, exp_avg_sqs, [parameter.new_zeros(()) for parameter in states], decays)
+    def of(cls, group: AdamGroup) -> _Lists:
+        exp_avgs, exp_avg_sqs = ([moments[name] for moments in group.states.values()] for name in ("exp_avg", "exp_avg_sq"))
+        steps = [parameter.new_full((), group.steps) for parameter in group.states]
+        return cls(list(group.states), exp_avgs, exp_avg_sqs, steps, group.decays)
 
 
 class ApexAdam:
     """NVIDIA Apex's FusedAdam in its AdamW mode; each of its parameter groups counts the steps."""
 
-    def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
+    def __init__(self, groups: Sequence[AdamGroup], options: AdamOptions) -> None:
         fused_adam = apex_member("apex.optimizers", "FusedAdam")
         betas = (options.beta1, options.beta2)
-        groups = [{"params": list(states), "weight_decay": 0.0, "decays": decays} for states, decays in parameters.groups()]
-        self._optimizer = fused_adam(groups, lr=0.0, betas=betas, eps=options.eps, adam_w_mode=True)
-        for parameter, moments in parameters.states().items():
-            self._optimizer.state[parameter] = dict(moments)
+        own = [{"params": list(group.states), "weight_decay": 0.0, "decays": group.decays, "step": group.steps} for group in groups]
+        self._optimizer = fused_adam(own, lr=0.0, betas=betas, eps=options.eps, adam_w_mode=True)
+        for group in groups:
+            for parameter, moments in group.states.items():
+                self._optimizer.state[parameter] = dict(moments)
 
     @property
-    def steps(self) -> int:
-        return int(self._optimizer.param_groups[0].get("step", 0))
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        for group in self._optimizer.param_groups:
-            group["step"] = value
+    def steps(self) -> list[int]:
+        return [int(group["step"]) for group in self._optimizer.param_groups]
 
     def update(self, learning_rate: float, weight_decay: float, skips: Tensor | None) -> None:
         if skips is not None:

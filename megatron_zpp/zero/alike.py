@@ -22,11 +22,21 @@ def raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
         yield
     except ValueError as error:
         mistake = str(error)
-    own = torch.tensor(list(mistake.encode()[:LONGEST_MISTAKE].ljust(LONGEST_MISTAKE, b"\0")), dtype=torch.uint8, device=device)
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in backend.gather_world(own).flatten(0, 1).tolist()]
-    for rank, text in enumerate(texts):
+    for rank, text in enumerate(_gather_texts(backend, device, mistake, LONGEST_MISTAKE)):
         if text:
             raise ValueError(mistake or f"{text} (on rank {rank})")
+
+
+def texts_of_ranks(backend: Backend, device: torch.device, own: str) -> list[str]:
+    """`own` of every rank, in the order of ranks. Every rank must call it."""
+    longest = int(backend.gather_world(torch.tensor([len(own.encode())], device=device)).max())
+    return _gather_texts(backend, device, own, longest)
+
+
+def _gather_texts(backend: Backend, device: torch.device, own: str, longest: int) -> list[str]:
+    """longest: bytes of a text; what is longer is cut off."""
+    row = torch.tensor(list(own.encode()[:longest].ljust(longest, b"\0")), dtype=torch.uint8, device=device)
+    return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in backend.gather_world(row).flatten(0, 1).tolist()]
 
 
 def check_alike(backend: Backend, device: torch.device, content: bytes, what: str) -> None:

@@ -44,6 +44,7 @@ from megatron_zpp.zero.refusals import (
     refuse_gradient_without_weights,
     refuse_late_gradient,
     refuse_old_forward,
+    refuse_order,
     refuse_other_backward,
     refuse_views,
 )
@@ -51,6 +52,7 @@ from megatron_zpp.zero.schedule import Actions, Moment, Pass, Phase, descent_ord
 from megatron_zpp.zero.shared_gradients import SharedGradients
 from megatron_zpp.zero.squared_sums import squared_sums_for
 from megatron_zpp.zero.state_bytes import StateBytes, state_bytes
+from megatron_zpp.zero.step_calls import StepCalls
 from megatron_zpp.zero.step_result import StepResult
 from megatron_zpp.zero.unit import WeightUnit
 from megatron_zpp.zero.unit_descent import UnitDescent
@@ -117,8 +119,9 @@ class ZeroEngine:
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
         self._descents = Descents(descent_order(uses), by_name)
         self._shared_gradients = SharedGradients(self.gradients, ladder, self.units[0].first_slice, self.units[0].slices)
+        self._step_calls = StepCalls(self.gradients, ladder)
         self._calls = Calls(uses)
-        self._is_in_training_forward = False
+        self._forward_trains: bool | None = None  # whether the forward of the whole module that is under way has gradients
         self._is_in_backward = False
         self._is_last_microbatch = True
         self._progress = GradientProgress()
@@ -159,19 +162,19 @@ class ZeroEngine:
     def begin_forward(self) -> None:
         """Called before the forward of the whole module."""
         if not self._is_in_backward:
-            self._is_in_training_forward = torch.is_grad_enabled()
+            self._forward_trains = torch.is_grad_enabled()
             self._passes[self._is_training].begin()
 
     def end_forward(self) -> None:
         """Called after the forward of the whole module: other ranks may have gone through uses that this one has left out."""
         if not self._is_in_backward:
             self._act(self._passes[self._is_training].due_at_end_of_forward(), self._is_training)
-            self._is_in_training_forward = False
+            self._forward_trains = None
 
     @property
     def _is_training(self) -> bool:
         """Whether the schedule is that for training: also for a use under no_grad in a training forward, which other ranks may not have."""
-        return torch.is_grad_enabled() or self._is_in_training_forward
+        return torch.is_grad_enabled() or self._forward_trains is True
 
     def pre_forward(self, use: int) -> None:
         """Called before a use's forward; within backward it is a recomputation."""
@@ -179,7 +182,10 @@ class ZeroEngine:
             self._recompute(use)
         else:
             self._book_activations(self._is_training)
-            self._reach(Moment(Phase.PRE_FORWARD, use), self._is_training)
+            moment = Moment(Phase.PRE_FORWARD, use)
+            if self._forward_trains is not None and not self._passes[self._is_training].is_ahead(moment):
+                refuse_order(self._uses[use])
+            self._reach(moment, self._is_training)
             if torch.is_grad_enabled():
                 self._calls.begin(use)
 
@@ -337,25 +343,29 @@ class ZeroEngine:
         with self.observer.phase("optimizer-inner-step"):
             for unit in self.units:
                 unit.finish_climbs()
-            if self._side is None:
-                result = self._update_after_reading(numbers, update)
-            else:
+            if self._side is not None and self._step_calls.reaches_all():  # so nothing is unused
                 result = self._update_ahead(squared, numbers, update, self._side)
+            else:
+                result = self._update_after_reading(numbers, update)
         self._progress.end_update()
         return result
 
     def _norm(self, report: Tensor | None, refusal: Tensor | None) -> tuple[Tensor, Readout]:
-        """The square of the norm, [] fp64, and numbers on their way to the host: this one, zeros if they are counted, then `report`."""
+        """The square of the norm, [] fp64, and numbers on their way to the host.
+
+        These are the square, whether the calls of ranks differ, zeros if they are counted, `report`, and what tells unused parameters.
+        """
         with self.observer.phase("optimizer-clip-main-grad"):
-            squared = squared_norm(self.gradients, self.ladder, self._squared_sums)
-        if refusal is not None:
-            squared = squared.masked_fill(refusal, math.nan)
-        numbers = [squared.view(1)]
+            squared, of_ranks = squared_norm(self.gradients, self.ladder, self._squared_sums, self._step_calls.numbers())
+        differ = self._step_calls.differ(of_ranks)
+        squared = squared.masked_fill(differ if refusal is None else differ | refusal, math.nan)
+        numbers = [squared.view(1), differ.view(1)]
         if self._options.counts_zeros:
             with self.observer.phase("optimizer-count-zeros"):
                 numbers.append(count_zeros(self.gradients, self.ladder).view(1))
         if report is not None:
             numbers.append(report)
+        numbers.append(self._step_calls.of_unused(of_ranks))
         return squared, Readout(torch.cat(numbers), self.ladder.streams)
 
     def _update_ahead(self, squared: Tensor, numbers: Readout, update: Update, side: SideStream) -> StepResult:
@@ -376,7 +386,8 @@ class ZeroEngine:
     def _update_after_reading(self, numbers: Readout, update: Update) -> StepResult:
         """Updates group after group. What the next step needs first climbs meanwhile; on the host all others wait for the next forward."""
         values = numbers.wait()
-        update = replace(update, factor=self._clipping.factor(values[0]))
+        unused = self._step_calls.take_unused(values)
+        update = replace(update, factor=self._clipping.factor(values[0]), unused=unused)
         result = self._end_iteration(values)
         if not result.is_skipped:
             self._later.begin(lambda group: self.optimizer.update(group, update))
@@ -398,8 +409,13 @@ class ZeroEngine:
 
     def _end_iteration(self, numbers: list[float]) -> StepResult:
         """numbers: as `_norm` sends them."""
-        grad_norm, others = self._clipping.norm(numbers[0]), numbers[1:]
+        squared, differ, *others = numbers
+        if differ:
+            self._step_calls.refuse_difference()
+        self._step_calls.begin_step()
+        grad_norm = self._clipping.norm(squared)
         is_finite = math.isfinite(grad_norm)
+        self.optimizer.steps += is_finite
         self.loss_scaler.update(is_overflow=not is_finite)
         self.start_iteration(self._iteration + 1)
         num_zeros = int(others.pop(0)) if self._options.counts_zeros else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.comm.codec import Regions
@@ -19,23 +20,30 @@ from megatron_zpp.zero.squared_sums import SquaredSums
 from megatron_zpp.zero.unit import WeightUnit
 
 
-def squared_norm(gradients: Sequence[UnitGradient], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
-    """The square of the L2 norm of the mean gradient over all units and slices, [] fp64; every rank must call it."""
-    return _squared_norm([(gradient.layout, gradient.primary) for gradient in gradients], ladder, squared_sums)
+def squared_norm(gradients: Sequence[UnitGradient], ladder: Ladder, squared_sums: SquaredSums, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The square of the L2 norm of the mean gradient over all units and slices, [] fp64; every rank must call it.
+
+    numbers: [numel] fp64, which the ranks exchange in the same message. Also returns those of every rank, [world_size, numel].
+    """
+    return _squared_norm([(gradient.layout, gradient.primary) for gradient in gradients], ladder, squared_sums, numbers)
 
 
 def weight_norm(units: Sequence[WeightUnit], ladder: Ladder, squared_sums: SquaredSums) -> float:
     """The L2 norm of the main weights over all units and slices; every rank must call it, and waits."""
     own = [(unit.layout, unit.main_regions().slice_at(ladder.own_slice - unit.first_slice)) for unit in units]
-    return math.sqrt(_squared_norm(own, ladder, squared_sums).item())
+    squared, _ = _squared_norm(own, ladder, squared_sums)
+    return math.sqrt(squared.item())
 
 
-def _squared_norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
+def _squared_norm(
+    units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sums: SquaredSums, numbers: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """units: for each unit its layout, and its values in this rank's own slice."""
     parts = [list(counted_values(layout, own, ladder.own_slice)) for layout, own in units]
-    gathered = ladder.gather_world(squared_sums(parts, units[0][1].blocks.device).to(ladder.device))  # [data, tensor, units] fp64
-    by_slice = gathered.unflatten(0, (ladder.partitions, ladder.partition_ranks)).transpose(0, 1)
-    return _sum_in_order(by_slice.flatten())
+    sums = squared_sums(parts, units[0][1].blocks.device).to(ladder.device)
+    gathered = ladder.gather_world(sums if numbers is None else torch.cat((sums, numbers)))  # [data, tensor, units + numbers] fp64
+    by_slice = gathered[..., : len(units)].unflatten(0, (ladder.partitions, ladder.partition_ranks)).transpose(0, 1)
+    return _sum_in_order(by_slice.flatten()), gathered[..., len(units) :].flatten(0, 1)
 
 
 def _sum_in_order(values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ class UnitGradient:
     The first micro-batch of a step is written over the sums of the step before, the others are added.
     total: [slices * slice_numel] fp32, this rank's slices of that rung. resting: the same values by region.
     primary: this rank's own slice of them. for_optimizer: the slices that this rank's optimizer reads, `primary` or all of `resting`.
+    reached: indices of the parameters that this rank's loss has reached in this step.
     """
 
     def __init__(self, name: str, layout: FlatLayout, policy: Policy, ladder: Ladder) -> None:
@@ -29,6 +30,7 @@ class UnitGradient:
         self.resting = Regions.of(self.total, layout.runs)
         self.primary = self.resting.slice_at(own)
         self.for_optimizer = self.resting if policy.optimizer is Rung.FULL else self.primary
+        self.reached: set[int] = set()
 
 
 class Collector:
@@ -59,6 +61,7 @@ class Collector:
         else:
             self._put([self._place_of(index)], [gradient.view(-1)])
         self._arrived.add(index)
+        self._gradient.reached.add(index)
         return len(self._arrived) == len(self._layout.params)
 
     def fill_missing(self) -> None:
@@ -81,6 +84,7 @@ class Collector:
     def start_step(self) -> None:
         """Begins a step: the next micro-batch is its first."""
         self._adds = False
+        self._gradient.reached.clear()
 
     def release(self) -> None:
         """Gives the buffer back. The descent that reads it must have ended."""

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_zpp.comm.code import Runs
 from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.parallel.specs import ParamSpec
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,11 @@ class FlatLayout:
             end = segment.offset + segment.stop - segment.start
         yield from _gap(end, stop, boundary)
 
-    def ranges_by(self, key: Callable[[Segment], bool], first: int, slices: int) -> Iterator[tuple[Range, bool]]:
+    def ranges_by(self, key: Callable[[Segment], Key], first: int, slices: int) -> Iterator[tuple[Range, Key]]:
         """The ranges of the flat buffer of `slices` slices from `first` on, each with its key; cut where `key` changes and between regions.
 
-        Padding belongs to the range of the segment before it. That does no harm: zeros stay zeros under AdamW and add nothing to a norm.
+        Padding belongs to the range of the segment before it, and is left out if there is none in the region. That does no harm: zeros
+        stay zeros under AdamW and add nothing to a norm.
         """
         boundary, end = slices * self.runs.blocks, slices * self.slice_numel
         segments = list(self.segments(first, slices))
@@ -132,10 +136,10 @@ def _segments(spec: ParamSpec, start: int, stop: int, offset: int) -> Iterator[S
         yield Segment(spec, position, stop, position + shift)
 
 
-def _cut(region: Range, segments: Sequence[Segment], key: Callable[[Segment], bool]) -> Iterator[tuple[Range, bool]]:
-    if region.start == region.stop:
+def _cut(region: Range, segments: Sequence[Segment], key: Callable[[Segment], Key]) -> Iterator[tuple[Range, Key]]:
+    if not segments:
         return
-    start, value = region.start, key(segments[0]) if segments else True
+    start, value = region.start, key(segments[0])
     for segment in segments:
         if key(segment) != value:
             yield Range(start, segment.offset), value

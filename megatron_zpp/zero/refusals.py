@@ -73,6 +73,14 @@ def _refuse_replaced(path: str, gradient: Tensor) -> None:
     )
 
 
+def refuse_order(use: Use) -> None:
+    """Refuses a call that comes after those of later uses in one forward: ranks that leave out some of them would take other hops."""
+    raise RuntimeError(
+        f"{use.module or 'the module'} is called after modules that follow it in `units` (or `uses`), or for the second time in one forward; "
+        "name the units in the order in which forward calls them, and call each of them once"
+    )
+
+
 def refuse_views(unit: WeightUnit, outputs: Sequence[Tensor]) -> None:
     """Refuses outputs that are views of the unit's weights, whose storage is freed when the unit rests. Call it while they are there."""
     weights = unit.parameters[0].untyped_storage().data_ptr()

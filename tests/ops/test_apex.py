@@ -18,7 +18,7 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.norm import make_norm
 from megatron_zpp.ops.apex import check_apex
-from megatron_zpp.zero.adam import AdamOptions, AdamParameters, make_adam
+from megatron_zpp.zero.adam import AdamGroup, AdamOptions, make_adam
 
 pytestmark = pytest.mark.virtual
 
@@ -84,7 +84,7 @@ def test_steps_of_fused_adam_can_be_set_for_a_resume(path: Path) -> None:
     def program(backend: VirtualBackend) -> None:
         rank = Rank(dataclasses.replace(Job(), adam=AdamOptions(backend="apex")), backend)
         assert rank.engine.optimizer.steps == 0
-        rank.engine.optimizer.steps = 7
+        rank.engine.optimizer.resume(7, {})
         rank.step(0)
         assert rank.engine.optimizer.steps == 8
         rank.engine.close()
@@ -95,7 +95,7 @@ def test_steps_of_fused_adam_can_be_set_for_a_resume(path: Path) -> None:
 def test_fused_adam_refuses_to_skip_a_step_on_the_device(path: Path) -> None:
     write_nvidia_apex(path)
     weight = torch.nn.Parameter(torch.ones(32))
-    adam = make_adam(AdamParameters({weight: {}}, {}), AdamOptions(backend="apex"))
+    adam = make_adam([AdamGroup(True, 0, {weight: {}})], AdamOptions(backend="apex"))
     with pytest.raises(RuntimeError, match="read the gradient norm before the update"):
         adam.update(1e-3, 0.0, torch.zeros(()))
 

@@ -283,9 +283,7 @@ def trained_plainly(model: nn.Module, loss: Loss) -> list[tuple[float, float]]:
         optimizer.zero_grad()
         mean = torch.stack([loss(model, sample(step, rank), rank) for rank in range(RANKS)]).mean()
         mean.backward()
-        for parameter in model.parameters():  # as in the engine, which updates what got no gradient as well
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        norms = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
+        norms = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None])
         history.append((mean.item(), norms.norm().item()))
         optimizer.step()
     return history

@@ -63,7 +63,7 @@ def test_a_parameter_that_some_ranks_do_not_use_is_trained_as_in_a_plain_loop(ro
 
 
 @pytest.mark.parametrize("row, prefetch", [(row, Prefetch(*[(2, 1), (0, 0)][index % 2])) for index, row in enumerate(ROWS)], ids=str)
-def test_a_block_whose_output_gets_no_gradient_on_any_rank_is_zero_in_the_gradient(row: str, prefetch: Prefetch) -> None:
+def test_a_block_whose_output_gets_no_gradient_on_any_rank_is_not_updated(row: str, prefetch: Prefetch) -> None:
     job = Job(ROWS[row], shape=ModelShape(inner=(9, 20, 13)), steps=3, microbatches=2, prefetch=prefetch)
     histories = run_world((2, 2), lambda backend: _train(_with_detached_block(job, backend)))
     assert mean_losses(histories) == pytest.approx(_losses_with_detached_block(tuple(range(4))), rel=1e-6)
@@ -116,8 +116,7 @@ def _losses_with_detached_block(ranks: tuple[int, ...], steps: tuple[int, ...] =
             model.detached_block = 1 if part % 4 in ranks and step in steps else None
             rows = slice(part * len(tokens) // 8, (part + 1) * len(tokens) // 8)
             total = total + model(tokens[rows], labels[rows]) / 8
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        optimizer.zero_grad()
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()

@@ -65,7 +65,7 @@ def _copy_state(source: Rank, target: Rank, iteration: int) -> None:
         other.main_weight.copy_(unit.main_weight)
     for moment, other_moment in zip(source.engine.optimizer.live_tensors(), target.engine.optimizer.live_tensors(), strict=True):
         other_moment.copy_(moment)
-    target.engine.optimizer.steps = source.engine.optimizer.steps
+    target.engine.optimizer.resume(source.engine.optimizer.steps, {})
     target.engine.weights_changed()
     target.engine.start_iteration(iteration)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.parallel.specs import UnitSpec
-from megatron_zpp.zero.adam import AdamOptions, AdamParameters, make_adam
+from megatron_zpp.zero.adam import AdamGroup, AdamOptions, make_adam
 from megatron_zpp.zero.optimizer import MOMENTS
 
 pytestmark = pytest.mark.virtual
@@ -47,8 +47,10 @@ def test_adamw_gets_views_that_begin_and_end_where_whole_blocks_do(row: str, wor
         rank.engine.close()
         return views
 
-    for views in run_world(world, program):
-        assert views and all(view.numel() % 32 == 0 and view.storage_offset() % 32 == 0 and view.is_contiguous() for view in views)
+    of_ranks = run_world(world, program)
+    assert any(of_ranks)  # a rank may have nothing but padding
+    for views in of_ranks:
+        assert all(view.numel() % 32 == 0 and view.storage_offset() % 32 == 0 and view.is_contiguous() for view in views)
 
 
 def _views_of_adamw(rank: Rank) -> Iterator[Tensor]:
@@ -76,15 +78,14 @@ def test_a_step_that_is_skipped_on_the_device_changes_nothing_whatever_the_gradi
     parameter = torch.nn.Parameter(torch.randn(64))
     state = {name: torch.rand(64) for name in MOMENTS}
     parameter.grad = torch.full((64,), float("nan"))
-    adam = make_adam(AdamParameters({parameter: state}, {}), AdamOptions())
-    adam.steps = 3
+    adam = make_adam([AdamGroup(decays=True, steps=3, states={parameter: state})], AdamOptions())
     before = [tensor.detach().clone() for tensor in (parameter, *state.values())]
     adam.update(LEARNING_RATE, 0.1, torch.ones(()))
-    assert adam.steps == 3
+    assert adam.steps == [3]
     assert all(torch.equal(now, then) for now, then in zip((parameter, *state.values()), before, strict=True))
     parameter.grad = torch.ones(64)
     adam.update(LEARNING_RATE, 0.1, torch.zeros(()))
-    assert adam.steps == 4 and not torch.equal(parameter, before[0])
+    assert adam.steps == [4] and not torch.equal(parameter, before[0])
 
 
 @pytest.mark.parametrize("row", list(ROWS))
@@ -111,7 +112,7 @@ def test_parameters_of_one_dimension_do_not_decay(row: str) -> None:
 def test_steps_counts_updates_and_can_be_set_for_a_resume(row: str) -> None:
     def program(backend: VirtualBackend) -> tuple[int, float]:
         rank = Rank(Job(ROWS[row]), backend)
-        rank.engine.optimizer.steps = 10_000_000  # bias corrections are 1 by then
+        rank.engine.optimizer.resume(10_000_000, {})  # bias corrections are 1 by then
         loss = rank.loss(0)
         rank.backward(loss)
         rank.engine.finish_gradients()

@@ -1,0 +1,67 @@
+"""The order in which ranks ask for hops. No hop carries a name: ranks that ask in different orders would take values of other units."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from megatron_zpp.parallel.topology import LANES, Direction, Lane
+
+REMEMBERED = 256  # hops of each lane, for an error
+
+
+class HopOrder:
+    """The hops that this rank has asked for on each lane since the ranks last compared them (no torch)."""
+
+    def __init__(self) -> None:
+        self._counts: list[int]
+        self._checksums: list[int]
+        self._latest: list[deque[str]]
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets all hops. Every rank must call it at the same point."""
+        self._counts = [0] * len(LANES)
+        self._checksums = [0] * len(LANES)
+        self._latest = [deque(maxlen=REMEMBERED) for _ in LANES]
+
+    def add(self, lane: Lane, unit: str) -> None:
+        """A hop of this unit is submitted to a lane on which other ranks take part."""
+        index = LANES.index(lane)
+        self._counts[index] += 1
+        self._checksums[index] = zlib.crc32(f"{unit}\n".encode(), self._checksums[index])
+        self._latest[index].append(unit)
+
+    @property
+    def checksum(self) -> int:
+        """32 bits, the same on every rank if all have asked for the same hops in the same order on each lane."""
+        return zlib.crc32(repr((self._counts, self._checksums)).encode())
+
+    def as_text(self) -> str:
+        """What `first_difference` reads."""
+        return json.dumps([[count, *latest] for count, latest in zip(self._counts, self._latest, strict=True)])
+
+
+def first_difference(texts: Sequence[str]) -> str:
+    """Says which hop two ranks have asked for differently. texts: `HopOrder.as_text` of every rank; they are not all the same."""
+    records = [json.loads(text) for text in texts]
+    other = next(rank for rank, record in enumerate(records) if record != records[0])
+    for lane, (count, *first), (other_count, *second) in zip(LANES, records[0], records[other], strict=True):
+        start = max(count - len(first), other_count - len(second))  # the position of the first hop that both remember
+        both = zip_longest(first[start - (count - len(first)) :], second[start - (other_count - len(second)) :])
+        for position, (own, others) in enumerate(both, start):
+            if own != others:
+                return (
+                    f"ranks 0 and {other} made different calls: after {position} messages alike over the {lane.link.value} link since the "
+                    f"last step, rank 0 asked for {_in_words(lane, own)} and rank {other} for {_in_words(lane, others)}"
+                )
+    return f"ranks 0 and {other} made different calls, more than {REMEMBERED} messages ago"
+
+
+def _in_words(lane: Lane, unit: str | None) -> str:
+    if unit is None:
+        return "nothing more"
+    return f"{'the weights' if lane.direction is Direction.CLIMB else 'the mean gradient'} of unit {unit}"
