@@ -49,16 +49,19 @@ def first_difference(texts: Sequence[str]) -> str:
     """Says which hop two ranks have asked for differently. texts: `HopOrder.as_text` of every rank; they are not all the same."""
     records = [json.loads(text) for text in texts]
     other = next(rank for rank, record in enumerate(records) if record != records[0])
+    who = f"ranks 0 and {other} made different calls"
     for lane, (count, *first), (other_count, *second) in zip(LANES, records[0], records[other], strict=True):
-        start = max(count - len(first), other_count - len(second))  # the position of the first hop that both remember
+        start = max(count - len(first), other_count - len(second))  # the place of the first hop that both remember
+        if start > min(count, other_count):
+            return f"{who}: {count} and {other_count} messages over the {lane.link.value} link since the last step"
         both = zip_longest(first[start - (count - len(first)) :], second[start - (other_count - len(second)) :])
-        for position, (own, others) in enumerate(both, start):
+        for place, (own, others) in enumerate(both, start):
             if own != others:
                 return (
-                    f"ranks 0 and {other} made different calls: after {position} messages alike over the {lane.link.value} link since the "
-                    f"last step, rank 0 asked for {_in_words(lane, own)} and rank {other} for {_in_words(lane, others)}"
+                    f"{who}: after {place} messages over the {lane.link.value} link since the last step, rank 0 asked for "
+                    f"{_in_words(lane, own)} and rank {other} for {_in_words(lane, others)}"
                 )
-    return f"ranks 0 and {other} made different calls, more than {REMEMBERED} messages ago"
+    return f"{who}, more than {REMEMBERED} messages before the last one"
 
 
 def _in_words(lane: Lane, unit: str | None) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,6 +36,7 @@ from megatron_zpp.zero.later_updates import LaterUpdates
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW
+from megatron_zpp.zero.outputs import calls_of
 from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.refusals import (
     full_at_gradients,
@@ -213,7 +214,7 @@ class ZeroEngine:
         for name in self._uses[use].units:
             refuse_views(self._unit_of[name], outputs)
         self._reach(Moment(Phase.POST_FORWARD, use), self._is_training)
-        return self._calls.end(self._iteration) if torch.is_grad_enabled() else None
+        return self._calls.end(use, self._iteration) if torch.is_grad_enabled() else None
 
     def pre_backward(self, use: int, call: Call | None) -> None:
         """Called before the backward of a use's call, when the gradients of its outputs have arrived. call: as post_forward returned it."""
@@ -222,7 +223,10 @@ class ZeroEngine:
         if call is not None:
             refuse_old_forward(call, self._iteration)
             self._calls.reach(call)
-        self._reach(Moment(Phase.PRE_BACKWARD, use), is_training=True)
+        training, moment = self._passes[True], Moment(Phase.PRE_BACKWARD, use)
+        if training.is_in_backward and not training.is_ahead(moment) and not self._calls.ends_at_once:
+            refuse_order(self._uses[use])
+        self._reach(moment, is_training=True)
 
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
         """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: how many there are in this step.
@@ -239,13 +243,14 @@ class ZeroEngine:
         self._is_in_backward = True
         self._book_activations(is_training=True)
         try:
-            (loss * (self.loss_scaler.scale / microbatches)).backward()
-            self._calls.reach(None)
+            scaled = loss * (self.loss_scaler.scale / microbatches)
+            self._calls.begin_backward(partial(calls_of, scaled))
+            scaled.backward()
+            self._calls.end_backward()
             self._reach(Moment(Phase.AFTER_BACKWARD, 0), is_training=True)
             self._descents.sweep(is_last_microbatch=is_last_microbatch)
         finally:
             self._is_in_backward = False
-        self._calls.end_backward()
         if not is_last_microbatch:
             self._submit_climbs(self._first_actions)
         self._progress.end_backward(is_last_microbatch=is_last_microbatch)
@@ -300,7 +305,7 @@ class ZeroEngine:
             refuse_late_gradient(unit, index)
         is_complete = descent.collect(index, parameter.grad)
         parameter.grad = None
-        if is_complete:
+        if is_complete and not self._calls.ends_at_once:
             self._descents.complete(unit.name, is_last_microbatch=self._is_last_microbatch)
 
     # ---- step
@@ -388,7 +393,7 @@ class ZeroEngine:
         values = numbers.wait()
         unused = self._step_calls.take_unused(values)
         update = replace(update, factor=self._clipping.factor(values[0]), unused=unused)
-        result = self._end_iteration(values)
+        result = self._end_iteration(values, unused)
         if not result.is_skipped:
             self._later.begin(lambda group: self.optimizer.update(group, update))
         self._begin_climbs(result)
@@ -407,7 +412,7 @@ class ZeroEngine:
         """Makes the updates that wait for the next forward. Call it before main weights or moments are read or written."""
         self._later.finish()
 
-    def _end_iteration(self, numbers: list[float]) -> StepResult:
+    def _end_iteration(self, numbers: list[float], unused: Iterable[str] = ()) -> StepResult:
         """numbers: as `_norm` sends them."""
         squared, differ, *others = numbers
         if differ:
@@ -415,7 +420,8 @@ class ZeroEngine:
         self._step_calls.begin_step()
         grad_norm = self._clipping.norm(squared)
         is_finite = math.isfinite(grad_norm)
-        self.optimizer.steps += is_finite
+        if is_finite:
+            self.optimizer.count(unused)
         self.loss_scaler.update(is_overflow=not is_finite)
         self.start_iteration(self._iteration + 1)
         num_zeros = int(others.pop(0)) if self._options.counts_zeros else None
@@ -456,6 +462,7 @@ class ZeroEngine:
         """Sets the number of steps done, and ends full precision when it is due. A resumed run calls it before its first step."""
         ends_full_precision = self._iteration < self._options.full_precision_iterations <= iteration
         self._iteration = iteration
+        self._calls.end_step()
         for unit, descent in zip(self.units, self._unit_descents, strict=True):
             unit.start_iteration(iteration)
             descent.start_iteration(iteration)

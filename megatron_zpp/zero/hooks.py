@@ -58,7 +58,7 @@ def _after_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: t
     outputs = Outputs(module, output)
     with _no_inference_mode():
         call = callbacks.post_forward(use, outputs.tensors)
-    return outputs.watched(partial(callbacks.pre_backward, use, call))
+    return outputs.watched(partial(callbacks.pre_backward, use, call), call)
 
 
 def _call(callback: Callable[[], None], module: nn.Module, *inputs_and_outputs: Any) -> None:

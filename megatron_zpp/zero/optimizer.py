@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ class ShardedAdamW:
 
     Gradients come to where these are kept over `link`, those of the next group while one is updated.
     moments: for each unit, one tensor per name of MOMENTS, fp32 like its main weight; the optimizer's state tensors are views of them.
-    steps: number of updates so far, which the caller counts, because only it knows which of them are skipped.
+    steps: number of updates so far. unused_steps: by parameter, how many of them have passed it over because it was unused. The caller
+    counts them, because only it knows which updates are skipped.
     """
 
     def __init__(
@@ -36,23 +37,21 @@ class ShardedAdamW:
     ) -> None:
         """groups: indices of the units that are updated together; each unit is in one group."""
         self.steps = 0
+        self.unused_steps: dict[str, int] = {}
         self.moments = [{name: torch.zeros_like(unit.main_weight) for name in MOMENTS} for unit in units]
         order = update_order(groups)
         arrivals = dict(zip(order, link.arrivals([gradients[index].for_optimizer for index in order]), strict=True))
         self._groups = [_Group([_Part(units[index], arrivals[index], self.moments[index]) for index in group], options) for group in groups]
 
-    @property
-    def unused_steps(self) -> dict[str, int]:
-        """By parameter, how many of the updates have passed it over because it was unused; parameters without one are left out.
-
-        Every update must have been made. The host waits for the device.
-        """
-        updates = {name: steps for group in self._groups for name, steps in group.steps().items()}
-        return {name: self.steps - steps for name, steps in updates.items() if steps != self.steps}
+    def count(self, unused: Iterable[str]) -> None:
+        """Counts an update of all groups which passes `unused` over."""
+        self.steps += 1
+        for name in unused:
+            self.unused_steps[name] = self.unused_steps.get(name, 0) + 1
 
     def resume(self, steps: int, unused_steps: Mapping[str, int]) -> None:
         """Sets the number of updates so far, and how many of them have passed each parameter over."""
-        self.steps = steps
+        self.steps, self.unused_steps = steps, dict(unused_steps)
         for group in self._groups:
             group.resume(steps, unused_steps)
 
@@ -105,8 +104,8 @@ class _Group:
         self.adam = make_adam(groups, self._options) if groups else None
         self._first = groups[0].steps if groups else 0
 
-    def steps(self) -> dict[str, int]:
-        """By parameter, its number of updates so far."""
+    def _steps(self) -> dict[str, int]:
+        """By parameter of which this rank has elements, its number of updates so far. The host waits for the device."""
         made = self.adam.steps[0] - self._first if self.adam is not None else 0
         return {name: steps + (made if name not in self._unused else 0) for name, steps in self._first_steps.items()}
 
@@ -118,7 +117,7 @@ class _Group:
     def update(self, update: Update) -> None:
         unused = update.unused & self._names
         if unused != self._unused:
-            self._make_adam(self.steps(), unused)
+            self._make_adam(self._steps(), unused)
         for part in self._parts:
             part.arrival.wait()
         if isinstance(update.factor, Tensor) or update.factor != 1.0:

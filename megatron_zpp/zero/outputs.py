@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from megatron_zpp.zero.calls import Call
 
 # What may be in an output. Anything else could hold tensors whose gradients nothing would announce.
 _KNOWN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -34,13 +36,30 @@ class Outputs:
                 "dictionaries"
             )
 
-    def watched(self, before_backward: Callable[[], None]) -> Any:
-        """The same output. When all gradients of its tensors have come, `before_backward` is called, then they go on into the module."""
+    def watched(self, before_backward: Callable[[], None], call: Call | None) -> Any:
+        """The same output. When all gradients of its tensors have come, `before_backward` is called, then they go on into the module.
+
+        call: the call of the module, which `calls_of` finds.
+        """
         by_id = {id(tensor): tensor for tensor in self.tensors if tensor.requires_grad}
         if not (torch.is_grad_enabled() and by_id):
             return self._output
-        watched = dict(zip(by_id, _Watch.apply(before_backward, *by_id.values()), strict=True))  # one that is returned twice stays one
+        tensors = _Watch.apply(before_backward, call, *by_id.values())
+        watched = dict(zip(by_id, tensors, strict=True))  # one that is returned twice stays one
         return tree_unflatten([watched.get(id(leaf), leaf) for leaf in self._leaves], self._structure)
+
+
+def calls_of(loss: Tensor) -> Iterator[Call]:
+    """The calls whose watched outputs `loss` depends on."""
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            call = getattr(node, "call", None)
+            if isinstance(call, Call):
+                yield call
 
 
 class _Watch(torch.autograd.Function):
@@ -55,8 +74,9 @@ class _Watch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, before_backward: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, before_backward: Callable[[], None], call: Call | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.before_backward = before_backward
+        ctx.call = call
         ctx.versions = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
@@ -70,4 +90,4 @@ class _Watch(torch.autograd.Function):
                 "holds it; keep or write to a copy (.clone())"
             )
         ctx.before_backward()
-        return (None, *gradients)
+        return (None, None, *gradients)

@@ -76,8 +76,8 @@ def _refuse_replaced(path: str, gradient: Tensor) -> None:
 def refuse_order(use: Use) -> None:
     """Refuses a call that comes after those of later uses in one forward: ranks that leave out some of them would take other hops."""
     raise RuntimeError(
-        f"{use.module or 'the module'} is called after modules that follow it in `units` (or `uses`), or for the second time in one forward; "
-        "name the units in the order in which forward calls them, and call each of them once"
+        f"{use.module or 'the module'} is called in another order than that of `units` (or `uses`), or twice in one forward; name the "
+        "units in the order in which forward calls them, on every rank, and call each of them once"
     )
 
 
@@ -115,8 +115,8 @@ def refuse_gradient_without_weights(unit: WeightUnit, index: int) -> None:
 def refuse_late_gradient(unit: WeightUnit, index: int) -> None:
     """Refuses the gradient of parameter `index`, because the unit's gradient has descended already, with zeros for this parameter."""
     raise RuntimeError(
-        f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} came after the turn of its unit; compute all of a loss "
-        f"after the last engine.backward(){_AND_AUTOCAST}"
+        f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} came after the turn of its unit, from none of the calls "
+        f"on which the loss depends; compute the loss from what units return{_AND_AUTOCAST}"
     )
 
 

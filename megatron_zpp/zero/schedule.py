@@ -94,15 +94,27 @@ class Pass:
         """Whether the moment belongs to this schedule and has not been passed yet."""
         return self._index_of.get(moment, -1) >= self._position
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and has not come to its end."""
+        return self._end_of_forward < self._position < len(self._moments)
+
     def due_at(self, moment: Moment) -> list[tuple[Moment, Actions]]:
         """The moments that were missed, then this one, with their actions. A moment earlier than the last one begins a new pass.
 
-        Missed moments are made up for because other ranks may have reached them, and their collectives wait for this rank.
+        Missed moments are made up for because other ranks may have reached them, and their collectives wait for this rank. Within a
+        backward, which is that of a loss of several forwards, the last one comes to its end, and the backward of another begins.
         """
         index = self._index_of[moment]
-        if index < self._position:
+        if index >= self._position:
+            return self._due_before(index + 1)
+        due: list[tuple[Moment, Actions]] = []
+        if self.is_in_backward:
+            due = self._due_before(len(self._moments))
+            self._position = self._end_of_forward
+        else:
             self.begin()
-        return self._due_before(index + 1)
+        return due + self._due_before(index + 1)
 
     def due_at_end_of_forward(self) -> list[tuple[Moment, Actions]]:
         """The moments of forward that were missed since the last one, with their actions."""

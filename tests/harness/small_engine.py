@@ -366,8 +366,7 @@ def _train_plainly(shape: ModelShape, steps: int, clip_grad: float, spare_share:
         for rows, uses_spare in ((slice(0, cut), True), (slice(cut, None), False)):
             if len(tokens[rows]):
                 loss = loss + model(tokens[rows], labels[rows], uses_spare) * (len(tokens[rows]) / GLOBAL_BATCH)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # a parameter without gradient decays like the others
+        optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
         optimizer.step()

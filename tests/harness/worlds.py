@@ -155,4 +155,7 @@ def run_world(
 def _give_up(world: VirtualWorld) -> None:
     with world._lock:
         world._failure = world._failure or TimeoutError("ranks of the virtual world wait for each other in vain")
+        rounds = list(world._rounds.values())
         world._lock.notify_all()
+    for this_round in rounds:
+        this_round.call_back()

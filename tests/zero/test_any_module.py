@@ -504,15 +504,6 @@ def test_a_loss_from_before_the_last_step_is_refused() -> None:
         engine.backward(losses[1])
 
 
-def test_a_gradient_that_comes_after_the_turn_of_its_unit_is_refused() -> None:
-    """The loss reads a forward from before the last backward, beside a newer one."""
-    model, engine = sharded(Block, Block)
-    old, other = (loss_of(model, sample(0, 0), 0) for _ in range(2))
-    engine.backward(other, microbatches=2, is_last_microbatch=False)
-    with pytest.raises(RuntimeError, match=r"unit 1: the gradient of 1\.\w+\.\w+ came after the turn of its unit.*after the last engine"):
-        engine.backward(old + loss_of(model, sample(0, 0), 0), microbatches=2)
-
-
 def test_casts_that_autocast_keeps_from_an_earlier_forward_are_refused() -> None:
     model, engine = sharded(Block, Block)
     with torch.autocast("cpu", torch.bfloat16):
