@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
         given = with_checkpoint_args(parse_flags(argv))
         if given.plan.dry_run:
             return show_plan(given, launch)
+        launch.check_equal_nodes(given.distributed.ranks_per_node)
         config = resolve(given, launch.world_size, launch.local_world_size)
     except FlagError as error:
         mistake = str(error)
