@@ -44,8 +44,8 @@ class StopConditions:
         self._kill_switch = kill_switch(training, rank)
         minutes = training.exit_duration_in_mins
         self._deadline = None if minutes is None else process_start.MONOTONIC_SECONDS + 60.0 * minutes
-        is_main = threading.current_thread() is threading.main_thread()
-        signals = signals_to_handle(training) if is_main else ()
+        self._is_main = threading.current_thread() is threading.main_thread()
+        signals = signals_to_handle(training) if self._is_main else ()
         self._before = {number: signal.signal(number, self._note_signal) for number in signals}
 
     def request(self) -> StopRequest:
@@ -58,8 +58,8 @@ class StopConditions:
         return request
 
     def ignore_signals(self) -> None:
-        """Ignores the signals until the process has ended: a default handler would kill a run that has just saved."""
-        for number in self._before:
+        """Ignores the signals, and Ctrl-C, until the process has ended: a default handler would kill a run that has just saved."""
+        for number in {*self._before, signal.SIGINT} if self._is_main else ():
             signal.signal(number, signal.SIG_IGN)
         self._before = {}
 
