@@ -38,11 +38,11 @@ class Launch:
     unequal_nodes: str = ""
 
     def check_equal_nodes(self, ranks_per_node: int | None) -> None:
-        """Raises FlagError if the launcher has started different numbers of ranks on nodes, unless --ranks-per-node divides them."""
+        """Raises FlagError if the launcher has started different numbers of ranks on nodes, unless --ranks-per-node is given."""
         if self.unequal_nodes and ranks_per_node is None:
             raise FlagError(
-                f"{self.unequal_nodes}, but every node must have as many as the others; start equally many on each (srun "
-                "--ntasks-per-node), or give --ranks-per-node, a number by which consecutive ranks share a host."
+                f"{self.unequal_nodes}, but all nodes must have the same number; start as many on each (srun --ntasks-per-node), or give "
+                "--ranks-per-node: how many consecutive ranks share a host."
             )
 
 
@@ -165,7 +165,7 @@ def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
         return started_by
     slurm = STEP if STEP.world_size in environment else JOB
     if slurm.rank not in environment:
-        _check_alone(environment)
+        _check_incomplete(environment)
         return TORCHRUN if TORCHRUN.has_started(environment) else None
     is_task = _is_slurm_task(environment)
     # In the batch script of a job without --ntasks, SLURM_PROCID is set, but not the number of tasks.
@@ -184,7 +184,7 @@ def _started_by(environment: Mapping[str, str]) -> _Launcher | None:
     return next((launcher for launcher in LAUNCHERS if launcher.has_started(environment)), None)
 
 
-def _check_alone(environment: Mapping[str, str]) -> None:
+def _check_incomplete(environment: Mapping[str, str]) -> None:
     """Refuses one task of several whose launcher says too little: each of them would be a run of its own."""
     for name, of_tasks in INCOMPLETE:
         if name not in environment or environment.get(of_tasks) == "1":

@@ -88,7 +88,7 @@ def test_nodes_with_different_numbers_of_tasks_are_refused_by_these_numbers_unle
     words: str, counts: str
 ) -> None:
     launch = read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": words})
-    with pytest.raises(ValueError, match=rf"^SLURM_STEP_TASKS_PER_NODE={re.escape(words)}: nodes have {counts} ranks, but every node must"):
+    with pytest.raises(ValueError, match=rf"^SLURM_STEP_TASKS_PER_NODE={re.escape(words)}: nodes have {counts} ranks, but all nodes must"):
         launch.check_equal_nodes(None)
     launch.check_equal_nodes(1)
     read_launch(SLURM).check_equal_nodes(None)

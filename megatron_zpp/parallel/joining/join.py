@@ -103,13 +103,15 @@ class _Attempt:
             part = Guest(store, self.place, self._me, self._tell, asks=asks).take_part()
         keeper = Keeper("torchrun" if asks else "rank 0", str(self.place))
         own = dist.PrefixStore(part, store)
-        return Joined(store, own, dist.PrefixStore(part, second), keeper, self._interface(own))
+        return Joined(store, own, dist.PrefixStore(part, second), keeper, self._interface(own, address))
 
-    def _interface(self, part: dist.Store) -> str:
+    def _interface(self, part: dist.Store, address: str) -> str:
+        """To the other nodes. address: where the store answers, HERE in the process that holds it."""
         if self._launch.local_world_size == self._launch.world_size:
             return ""
         self._tell("its ranks are looking for the network interface between nodes")
-        return interface_to_others(part, self._me.rank, self._me.world_size, self.place.addresses()[0])
+        to_rank_0 = self.place.addresses()[0] if address == HERE else address
+        return interface_to_others(part, self._me.rank, self._me.world_size, to_rank_0)
 
     def given_up(self) -> str:
         silent_seconds = time.monotonic() - self._told
