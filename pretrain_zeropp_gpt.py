@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import arguments_block
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
+from megatron_zpp.monitor.interrupts import INTERRUPTED_EXIT_CODE, Interrupts
 from megatron_zpp.monitor.lasting_stream import tell_lost_lines, use_lasting_streams
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.parallel.failures.launcher_watch import FAILURE_EXIT_CODE, LauncherWatch
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_zpp.training.save_lock import SaveLock
     from megatron_zpp.training.writers import Writers
 
-INTERRUPTED_EXIT_CODE = 130
+INTERRUPTED = "interrupted"
 
 
 def main(argv: list[str]) -> int:
@@ -47,6 +49,7 @@ def main(argv: list[str]) -> int:
         given = with_checkpoint_args(parse_flags(argv))
         if given.plan.dry_run:
             return show_plan(given, launch)
+        launch.check_equal_nodes(given.distributed.ranks_per_node)
         config = resolve(given, launch.world_size, launch.local_world_size)
     except FlagError as error:
         mistake = str(error)
@@ -186,7 +189,7 @@ def closing(writers: Writers, world: World) -> Iterator[None]:
     except StartupError:
         raise
     except BaseException as error:
-        world.report_failure(in_words(error))
+        report(world, error)
         raise
     finally:
         writers.close()
@@ -200,7 +203,14 @@ def refuse(mistake: str, rank: int = 0) -> int:
 
 
 def in_words(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return f"{INTERRUPTED}{error if error.args else ' before training began'}"
     return f"{type(error).__name__}: {error}"
+
+
+def report(world: World, error: BaseException) -> str:
+    """Reports the error to the other ranks; returns the first failure that any rank has reported."""
+    return world.report_failure(in_words(error), is_cause=isinstance(error, KeyboardInterrupt))
 
 
 def end(rank: int, error: RankLost) -> int:
@@ -210,16 +220,27 @@ def end(rank: int, error: RankLost) -> int:
 
 
 def fail(world: World, error: BaseException, save_lock: SaveLock) -> None:
-    """Prints the error and the rank that failed first, and ends this process at once, so that no rank waits for it."""
-    traceback.print_exc()
-    first = world.report_failure(in_words(error))
-    print(f"[Rank {world.rank}] ended, because {first}", file=sys.stderr, flush=True)
+    """Prints the error and the rank that failed first, and ends this process at once, so that no rank waits for it.
+
+    Where ranks are interrupted, one of them prints one sentence: all get the signal, and the first one to end may fail others.
+    """
+    is_interrupted = isinstance(error, KeyboardInterrupt)
+    first = report(world, error)
+    of_this_rank = f"rank {world.rank}: {INTERRUPTED}"
+    if first.startswith(of_this_rank):
+        print(f"pretrain_zeropp_gpt.py: {INTERRUPTED}{first.removeprefix(of_this_rank)}", file=sys.stderr, flush=True)
+    elif not is_interrupted:
+        if f": {INTERRUPTED}" not in first:
+            traceback.print_exception(error)
+        print(f"[Rank {world.rank}] ended, because {first}", file=sys.stderr, flush=True)
     save_lock.release()  # last: until the process ends, a thread may still be writing a checkpoint
-    os._exit(FAILURE_EXIT_CODE)
+    os._exit(INTERRUPTED_EXIT_CODE if is_interrupted else FAILURE_EXIT_CODE)
 
 
 if __name__ == "__main__":
     use_lasting_streams()  # a lost terminal must not cost a checkpoint
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell without job control starts a command in the background
+        signal.signal(signal.SIGINT, Interrupts().raise_first)
     try:
         exit_code = main(sys.argv[1:])
     except KeyboardInterrupt:  # while torch is imported or a plan is made; later, run_in_world ends the process

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -60,13 +61,27 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     takes_others = any(action.nargs == argparse.REMAINDER for action in parser._actions)
     if unknown and not takes_others:
         parser.error(f"{unknown[0]} is not a flag of this tool; {_remedy_of_unknown(unknown[0], list(parser._option_string_actions))}")
-    return parser.parse_args(words)
+    return _with_home(parser, parser.parse_args(words))
 
 
 def parsed_with_flags_of_run(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of a tool, and all flags that are not its own, which are those of the training script."""
     _show_usage_for_help_only(parser, words)
-    return parser.parse_known_args(words)
+    options, others = parser.parse_known_args(words)
+    return _with_home(parser, options), others
+
+
+def _with_home(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """The options with the home folder in place of ~, which a shell does not replace in --output=~/x."""
+    for action in parser._actions:
+        value = getattr(options, action.dest, None)
+        if action.type in (None, Path) and action.nargs != argparse.REMAINDER:
+            setattr(options, action.dest, [_in_home(word) for word in value] if isinstance(value, list) else _in_home(value))
+    return options
+
+
+def _in_home(value: Any) -> Any:
+    return type(value)(os.path.expanduser(value)) if isinstance(value, str | Path) else value
 
 
 def _show_usage_for_help_only(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

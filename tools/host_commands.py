@@ -30,6 +30,10 @@ SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 # assignment ends them. bash reads a pipe byte by byte, so nothing after that line is lost.
 END_OF_VARIABLES = "end of variables"
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # bash evaluates the assignments, so a name must not be a command
+# Parts of a value: text in single quotes, in double quotes, outside of quotes; and a comment.
+PART = re.compile(r"""'(?P<single>[^']*)'|"(?:[^"\\]|\\.)*"|(?:[^'"\\\s]|\\.|\s+(?=[^\s#]))+""")
+COMMENT = re.compile(r"\s+#|\s*$")
+EXPANSION = re.compile(r"\\(?P<escaped>[\\$\"'` ])|\$(?P<name>[A-Za-z_]\w*)|\$\{(?P<braced>[A-Za-z_]\w*)\}|\$[({]|`", re.ASCII)
 # torchrun runs in its own process group (set -m), so that signals reach it as they reach any program in the foreground. Further lines of
 # standard input are names of signals for torchrun. The end of standard input means that the launcher has ended.
 WRAPPER = """cd {folder} || exit 1
@@ -99,7 +103,7 @@ def host_commands(hosts: Sequence[Host], program: Program, rendezvous: Rendezvou
 def _host_command(host: Host, program: Program, torchrun: Sequence[str], ssh: Sequence[str]) -> HostCommand:
     variables = dict(program.variables)
     if not host.has_first_slots:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.slots))
+        variables["CUDA_VISIBLE_DEVICES"] = host.visible_devices
     folder = shlex.quote(os.fspath(program.folder))
     here = ("bash", "-c", WRAPPER.format(folder=folder, end=END_OF_VARIABLES, torchrun=shlex.join(torchrun)))
     first_input = "".join(f"{line}\n" for line in [*(_assignment(*variable) for variable in variables.items()), END_OF_VARIABLES])
@@ -136,26 +140,62 @@ def exported_variables(environment: Mapping[str, str], more_prefixes: Sequence[s
         if not VARIABLE_NAME.fullmatch(name):
             raise ValueError(f"the environment has a variable {name!r}, which bash cannot set on other hosts; unset it.")
     for file in files:
-        variables |= read_variables(file)
+        variables |= read_variables(file, {**environment, **variables})
     return dict(sorted(variables.items()))
 
 
-def read_variables(file: Path) -> dict[str, str]:
-    """The variables in a file of NAME=VALUE lines. Blank lines and lines that begin with # are ignored.
+def read_variables(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables in a file of NAME=VALUE lines, as bash reads them: with quotes, backslashes, $NAME, ~ at the start, and comments.
 
+    environment: gives the values of $NAME that no earlier line gives. An unquoted value may have spaces, as DeepSpeed allows.
     Raises ValueError, naming file and line, for any other line.
     """
-    variables = {}
+    variables: dict[str, str] = {}
     found = OutsideFile(file, str(file), "write one variable per line, as NAME=value.")
     for number, line in enumerate(found.text().splitlines(), start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        name, sign, value = text.partition("=")
+        name, sign, value = text.removeprefix("export ").lstrip().partition("=")
         if not sign or not VARIABLE_NAME.fullmatch(name):
             raise ValueError(f"{file}, line {number}: {text!r} is not a variable; write it as NAME=value.")
-        variables[name] = value
+        try:
+            variables[name] = shell_value(value, {**environment, **variables})
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {name} {error}.") from None
     return variables
+
+
+def shell_value(text: str, variables: Mapping[str, str]) -> str:
+    """The value that bash gives to the text after NAME=. A variable that is not set is empty.
+
+    Raises ValueError, without a subject, for a quote without its end and for what only bash can evaluate.
+    """
+    parts, place = [], 0
+    if text.startswith("~"):
+        place = len(re.match(r"[^\s/:'\"\\$]*", text)[0])  # type: ignore[index]
+        parts.append(os.path.expanduser(text[:place]))
+    while place < len(text) and not COMMENT.match(text, place):
+        part = PART.match(text, place)
+        if part is None:
+            raise ValueError("has a quote without its end; add it, or put a backslash before the quote")
+        parts.append(part["single"] if part["single"] is not None else _expanded(part[0].removeprefix('"').removesuffix('"'), variables))
+        place = part.end()
+    return "".join(parts)
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Text outside of quotes or inside double quotes, with the values of variables."""
+
+    def value(found: re.Match[str]) -> str:
+        if found["escaped"] is not None:
+            return found["escaped"]
+        name = found["name"] or found["braced"]
+        if name is None:
+            raise ValueError(f"has {found[0]}, which only a shell can evaluate; write its value, or put it in single quotes")
+        return variables.get(name, "")
+
+    return EXPANSION.sub(value, text)
 
 
 def _torchrun(program: Program, rendezvous: Rendezvous, nodes: int, node_rank: int, ranks: int) -> list[str]:

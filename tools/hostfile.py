@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_zpp.config.flag import whole_number
@@ -17,11 +17,20 @@ NAME = re.compile(r"[A-Za-z0-9_][\w.:-]*", re.ASCII)  # a name that begins with 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine. slots: its used slots (GPUs, or ranks on the CPU), ascending. all_slots: how many slots it has."""
+    """A machine. slots: its used slots (GPUs, or ranks on the CPU), ascending. all_slots: how many slots it has.
+
+    gpus: what CUDA_VISIBLE_DEVICES calls its slots; empty for their numbers.
+    """
 
     name: str
     slots: tuple[int, ...]
     all_slots: int
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def visible_devices(self) -> str:
+        """CUDA_VISIBLE_DEVICES for the used slots."""
+        return ",".join(self.gpus[slot] if self.gpus else str(slot) for slot in self.slots)
 
     @property
     def has_first_slots(self) -> bool:
@@ -65,15 +74,13 @@ def _check_name(name: str, where: str) -> None:
 def include(hosts: list[Host], words: str) -> list[Host]:
     """The hosts and slots named by words such as `a:0,2@b` (all slots of b), in the order of the hosts."""
     wanted = _parsed("--include", hosts, words)
-    return [Host(host.name, wanted[host.name], host.all_slots) for host in hosts if host.name in wanted]
+    return [replace(host, slots=wanted[host.name]) for host in hosts if host.name in wanted]
 
 
 def exclude(hosts: list[Host], words: str) -> list[Host]:
     """The hosts without the slots named by words such as `a:0,2@b` (all slots of b). Raises ValueError if no slot is left."""
     unwanted = _parsed("--exclude", hosts, words)
-    left = [
-        Host(host.name, tuple(slot for slot in host.slots if slot not in unwanted.get(host.name, ())), host.all_slots) for host in hosts
-    ]
+    left = [replace(host, slots=tuple(slot for slot in host.slots if slot not in unwanted.get(host.name, ()))) for host in hosts]
     if not any(host.slots for host in left):
         raise ValueError(f"--exclude {words} leaves no slot; exclude fewer.")
     return [host for host in left if host.slots]

@@ -10,12 +10,14 @@ ranks of all hosts. The first host that fails ends the others, and its exit code
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from command import count_from_0, errors_in_words, number_within, parsed, rank_count
@@ -85,10 +87,12 @@ def _all_hosts(options: argparse.Namespace) -> list[Host]:
         return read_hostfile(options.hostfile)
     if DEFAULT_HOSTFILE.is_file():
         return read_hostfile(DEFAULT_HOSTFILE)
-    count = options.num_gpus or count_gpus()
+    gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), count_gpus())
+    count = options.num_gpus or len(gpus)
     if count == 0:
-        raise ValueError("nvidia-smi shows no GPU of this machine; give --num_gpus, the number of ranks, or --hostfile.")
-    return [Host("localhost", tuple(range(count)), count)]
+        hidden = "CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ and count_gpus() else "nvidia-smi shows"
+        raise ValueError(f"{hidden} no GPU of this machine; give --num_gpus, the number of ranks, or --hostfile.")
+    return [Host("localhost", tuple(range(count)), count, gpus if count <= len(gpus) else ())]
 
 
 def count_gpus() -> int:
@@ -97,6 +101,17 @@ def count_gpus() -> int:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
     return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def visible_gpus(visible: str | None, listed: int) -> tuple[str, ...]:
+    """The names of the GPUs that CUDA shows, of `listed` ones. visible: CUDA_VISIBLE_DEVICES, None if it is not set.
+
+    A name is a number, or begins with GPU- or MIG-. CUDA ignores the first wrong name and all that follow, and shows nothing if one occurs
+    twice.
+    """
+    names = map(str, range(listed)) if visible is None else (name.strip() for name in visible.split(","))
+    found = tuple(itertools.takewhile(lambda name: name in map(str, range(listed)) or (listed > 0 and name[:4] in ("GPU-", "MIG-")), names))
+    return found if len(set(found)) == len(found) else ()
 
 
 def _first_hosts(hosts: list[Host], count: int) -> list[Host]:
@@ -108,7 +123,7 @@ def _first_hosts(hosts: list[Host], count: int) -> list[Host]:
 def _first_slots(host: Host, count: int) -> Host:
     if count > len(host.slots):
         raise ValueError(f"--num_gpus {count} is more than the {len(host.slots)} slots of {host.name}; choose at most {len(host.slots)}.")
-    return Host(host.name, host.slots[:count], host.all_slots)
+    return replace(host, slots=host.slots[:count])
 
 
 def _rendezvous(hosts: Sequence[Host], options: argparse.Namespace) -> Rendezvous:
@@ -134,7 +149,7 @@ def _own_command(hosts: Sequence[Host], program: Program, rendezvous: Rendezvous
     """The command of one host, for a start on that host itself."""
     if node_rank is None or not 0 <= node_rank < len(hosts):
         raise ValueError(f"--no_ssh starts the ranks of one host; say which one with --node_rank, 0 to {len(hosts) - 1}.")
-    here = [Host("localhost", host.slots, host.all_slots) for host in hosts]
+    here = [replace(host, name="localhost") for host in hosts]
     return host_commands(here, program, rendezvous, None)[node_rank]
 
 
@@ -172,7 +187,10 @@ def _parser() -> argparse.ArgumentParser:
         "--env-prefix", action="append", default=[], metavar="PREFIX", help="also export variables that begin with PREFIX; may be repeated"
     )
     start.add_argument(
-        "--env-file", type=Path, metavar="FILE", help="lines of NAME=value to export (default: .deepspeed_env at home and here, which wins)"
+        "--env-file",
+        type=Path,
+        metavar="FILE",
+        help="lines of NAME=value, as in bash, to export (default: .deepspeed_env at home and here, which wins)",
     )
     parser.add_argument("script", help="what every rank runs: pretrain_zeropp_gpt.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="its flags")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def read_sources(data: DataConfig) -> DataSources:
 
 
 def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
-    """The blend of `weight prefix weight prefix ...` or of `prefix prefix ...`, which are told apart as in Megatron.
+    """The blend of `weight prefix weight prefix ...` or of `prefix prefix ...`, which are told apart as in Megatron. ~ is the home folder.
 
     An even number of words is of the first kind, unless one that should be a weight is not a number. Raises FlagError for no words, for
     weights that are not positive numbers, and for weights that come after their prefixes.
@@ -74,13 +75,13 @@ def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
     weights = [number_in(word) for word in words[0::2]]
     _refuse_weights_after_prefixes(spelling, words, weights)
     if len(words) % 2 or any(weight is None for weight in weights):
-        return Blend(tuple(words), None)
+        return Blend(tuple(map(os.path.expanduser, words)), None)
     for word, weight in zip(words[0::2], weights, strict=True):
         if weight is None or not (math.isfinite(weight) and weight > 0):
             raise FlagError(f"{spelling}: a weight must be a positive number, not {word}; leave out a corpus that has no share.")
     if not math.isfinite(sum(weight for weight in weights if weight is not None)):
         raise FlagError(f"{spelling} has weights whose sum is too large for a number; give weights near 1.")
-    return Blend(tuple(words[1::2]), tuple(weight for weight in weights if weight is not None))
+    return Blend(tuple(map(os.path.expanduser, words[1::2])), tuple(weight for weight in weights if weight is not None))
 
 
 def _refuse_weights_after_prefixes(spelling: str, words: Sequence[str], weights: Sequence[float | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -41,7 +42,12 @@ class Option:
         return (*self.spellings, *(spelling for spelling, _ in self.flag.shorthands))
 
     def value_from(self, spelling: str, words: Sequence[str]) -> Any:
-        """The value that the words after the flag give. Raises FlagError for a word that is not of the option's kind."""
+        """The value that the words after the flag give, with the home folder for the ~ of a path.
+
+        Raises FlagError for a word that is not of the option's kind.
+        """
+        if self.flag.unit == "path":
+            words = [os.path.expanduser(word) for word in words]  # a shell does not replace it in --save=~/x
         if spelling in dict(self.flag.shorthands):
             return dict(self.flag.shorthands)[spelling]
         if self.kind is bool:

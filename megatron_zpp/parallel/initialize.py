@@ -22,12 +22,13 @@ from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
 from megatron_zpp.parallel.failures.unlimited_wait import ended_by_failures
 from megatron_zpp.parallel.groups import end_world, nccl_backend, shorten_records, world_options
+from megatron_zpp.parallel.joining.interface import GLOO_VARIABLE
 from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
 
 PACKAGE = Path(__file__).parents[1]
 FAREWELL = timedelta(seconds=15)  # time to find out which rank failed, tell the others and end
-CONNECTING = "connecting to the other ranks (GLOO_SOCKET_IFNAME names the network interface between hosts)"
+CONNECTING = f"connecting to the other ranks ({GLOO_VARIABLE} names the network interface between hosts)"
 
 
 class StartupError(ValueError):
@@ -60,6 +61,10 @@ class World:
             torch.cuda.set_device(device)
             shorten_records()
         self._joined = join(launch, timeout)
+        if self._joined.interface and GLOO_VARIABLE not in os.environ:
+            os.environ[GLOO_VARIABLE] = self._joined.interface  # gloo reads it for every group
+            if launch.rank == 0:
+                print(f"gloo connects nodes through {self._joined.interface}, which leads to them ({GLOO_VARIABLE} names another)")
         holds_store = launch.rank == 0 and not launch.torchrun_holds_store
         keeper = None if holds_store else self._joined.keeper
         self._failure_board = FailureBoard(self._joined.reports, launch.rank, launch.world_size, keeper)

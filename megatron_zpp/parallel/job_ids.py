@@ -13,6 +13,8 @@ _OF_A_START: dict[str, tuple[str, ...]] = {
     "torchrun": ("TORCHELASTIC_RUN_ID",),
     "Open MPI": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     "MPICH or Intel MPI": ("PMI_JOBID",),
+    "HPE PALS": ("PALS_APID",),
+    "Flux": ("FLUX_JOB_ID",),
 }
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_zpp.config.flag import whole_number
+from megatron_zpp.config.flag import FlagError, whole_number
 from megatron_zpp.parallel.job_ids import JobIds, read_job_ids
 
 DEFAULT_PORT = 29500
@@ -24,6 +24,7 @@ class Launch:
 
     torchrun_holds_store: whether torchrun's agent listens at the address; else rank 0 has to.
     job: tells this job from others; two processes with the same place in their worlds have equal launches.
+    unequal_nodes: what the launcher says about nodes with different numbers of ranks; empty without such nodes.
     """
 
     rank: int
@@ -34,6 +35,15 @@ class Launch:
     master_port: int = DEFAULT_PORT
     torchrun_holds_store: bool = False
     job: JobIds = field(default=JobIds(), compare=False)
+    unequal_nodes: str = ""
+
+    def check_equal_nodes(self, ranks_per_node: int | None) -> None:
+        """Raises FlagError if the launcher has started different numbers of ranks on nodes, unless --ranks-per-node is given."""
+        if self.unequal_nodes and ranks_per_node is None:
+            raise FlagError(
+                f"{self.unequal_nodes}, but all nodes must have the same number; start as many on each (srun --ntasks-per-node), or give "
+                "--ranks-per-node: how many consecutive ranks share a host."
+            )
 
 
 @dataclass(frozen=True)
@@ -45,46 +55,81 @@ class SchedulerJob:
 
 
 @dataclass(frozen=True)
-class _Names:
-    """The variables that one kind of launcher sets. Of local_world_sizes the first that is set counts; there may be none."""
+class _Launcher:
+    """A kind of launcher by name, and the variables that it sets. Of local_world_sizes the first that is set counts; there may be none."""
 
+    name: str
     rank: str
     world_size: str
     local_rank: str
-    local_world_sizes: tuple[str, ...]
+    local_world_sizes: tuple[str, ...] = ()
+
+    def has_started(self, environment: Mapping[str, str]) -> bool:
+        """Whether one of the variables that no other launcher sets is there: several set PMI_RANK."""
+        return self.local_rank in environment or (self.rank != "PMI_RANK" and self.rank in environment)
 
 
-TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))  # LOCAL_SIZE is DeepSpeed's
-OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",))
-HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",))  # mpirun of MPICH and Intel MPI
+# LOCAL_SIZE is DeepSpeed's
+TORCHRUN = _Launcher("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
 # Variables of a step override those of the job: srun may have other options than sbatch.
-JOB = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
+JOB = _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
 STEP = replace(JOB, world_size="SLURM_STEP_NUM_TASKS")
+# They may run inside a job of Slurm, so they go before it. The first that has started this process counts.
+LAUNCHERS = (
+    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    _Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ("JSM_NAMESPACE_LOCAL_SIZE",)),
+    _Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    _Launcher("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_LOCAL_SIZE",)),
+    _Launcher("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+    _Launcher("HPE PALS", "PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",)),
+)
+# Variables of tasks whose launcher says too little here, with the variable of the number of tasks or nodes if there is one.
+INCOMPLETE = (
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMI_ID", "PMI_SIZE"),
+    ("PMIX_RANK", ""),
+    ("PALS_RANKID", ""),
+    ("ALPS_APP_PE", ""),  # aprun
+    ("MPT_LRANK", ""),  # mpiexec_mpt of HPE MPT
+    ("MP_CHILD", "MP_PROCS"),  # IBM's poe
+    ("PET_NODE_RANK", "PET_NNODES"),  # settings of torchrun, which Kubeflow gives to every pod
+)
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Reads the variables of torchrun or DeepSpeed's launcher, or else of mpirun, or else of Slurm. Without any, the world has one rank.
+    """Reads the variables of torchrun or DeepSpeed's launcher, or else of LAUNCHERS, or else of Slurm. Without any, the world has one rank.
 
-    Raises ValueError naming a variable that is missing, not a number, or contradicts another.
+    Raises ValueError naming a variable that is missing, not a number, or contradicts another, and for a launcher that says too little.
     """
-    names = _launcher(environment)
-    if names is None:
+    launcher = _launcher(environment)
+    if launcher is None:
         return Launch(0, 1, 0, 1, environment.get("MASTER_ADDR"), _port(environment, None))
-    _check_set(environment, names)
-    job = read_job_ids(environment, _kind(environment, names))
-    rank, world_size, local_rank = (_number(environment, name) for name in (names.rank, names.world_size, names.local_rank))
-    local_name = next((name for name in names.local_world_sizes if name in environment), "")
-    local_world_size = _tasks_of_a_node(environment, local_name) if local_name else None
-    _check_below(names.rank, rank, names.world_size, world_size)
+    _check_set(environment, launcher)
+    job = read_job_ids(environment, _kind(environment, launcher))
+    rank, world_size, local_rank = (_number(environment, name) for name in (launcher.rank, launcher.world_size, launcher.local_rank))
+    local_name = next((name for name in launcher.local_world_sizes if name in environment), "")
+    counts = _tasks_of_nodes(environment, local_name) if local_name else []
+    local_world_size = counts[0] if len(counts) == 1 else None
+    _check_below(launcher.rank, rank, launcher.world_size, world_size)
     if local_world_size is not None:
-        _check_below(names.local_rank, local_rank, local_name, local_world_size)
+        _check_below(launcher.local_rank, local_rank, local_name, local_world_size)
         if local_world_size > world_size:
-            raise ValueError(f"the launcher set {local_name}={local_world_size} and {names.world_size}={world_size}; correct one of them")
-    _check_not_left_over(environment, names, world_size)
-    _check_exported_world_size(environment, names.world_size, world_size)
-    address = _master_address(environment, names, has_one_node=1 < world_size == local_world_size)
-    holds_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launch(rank, world_size, local_rank, local_world_size, address, _port(environment, names), holds_store, job)
+            raise ValueError(
+                f"the launcher set {local_name}={local_world_size} and {launcher.world_size}={world_size}; correct one of them"
+            )
+    _check_not_left_over(environment, launcher, world_size)
+    _check_exported_world_size(environment, launcher.world_size, world_size)
+    return Launch(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        _master_address(environment, launcher, has_one_node=1 < world_size == local_world_size),
+        _port(environment, launcher),
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        job,
+        f"{local_name}={environment[local_name]}: nodes have {' and '.join(map(str, counts))} ranks" if len(counts) > 1 else "",
+    )
 
 
 def read_job(environment: Mapping[str, str]) -> SchedulerJob:
@@ -96,8 +141,8 @@ def read_job(environment: Mapping[str, str]) -> SchedulerJob:
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process: torchrun, DeepSpeed's, mpirun or srun. A shell is not one."""
-    if "TORCHELASTIC_RUN_ID" in environment or any(names.local_rank in environment for names in (OPEN_MPI, HYDRA)):
+    """Whether a launcher has started this process: torchrun, DeepSpeed's, one of LAUNCHERS or srun. A shell is not one."""
+    if "TORCHELASTIC_RUN_ID" in environment or _started_by(environment) is not None:
         return True
     world_size = environment.get(TORCHRUN.world_size, "")
     is_one_of_several = TORCHRUN.local_rank in environment and world_size.isdigit() and int(world_size) > 1
@@ -111,16 +156,17 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
 
 
-def _launcher(environment: Mapping[str, str]) -> _Names | None:
-    mpirun = _mpirun(environment)
-    # A batch script may export WORLD_SIZE alone, for the tasks that srun or mpirun starts.
-    if TORCHRUN.world_size in environment and (TORCHRUN.rank in environment or not (mpirun or _is_slurm_task(environment))):
+def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
+    started_by = _started_by(environment)
+    # A batch script may export WORLD_SIZE alone, for the tasks that srun or another launcher starts.
+    if TORCHRUN.world_size in environment and (TORCHRUN.rank in environment or not (started_by or _is_slurm_task(environment))):
         return TORCHRUN
-    if mpirun is not None:
-        return mpirun
+    if started_by is not None:
+        return started_by
     slurm = STEP if STEP.world_size in environment else JOB
     if slurm.rank not in environment:
-        return None
+        _check_incomplete(environment)
+        return TORCHRUN if TORCHRUN.has_started(environment) else None
     is_task = _is_slurm_task(environment)
     # In the batch script of a job without --ntasks, SLURM_PROCID is set, but not the number of tasks.
     if (not is_task and slurm.world_size not in environment) or _number(environment, slurm.world_size) == 1:
@@ -134,17 +180,26 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
     return slurm
 
 
-def _mpirun(environment: Mapping[str, str]) -> _Names | None:
-    return next((names for names in (OPEN_MPI, HYDRA) if names.local_rank in environment), None)
+def _started_by(environment: Mapping[str, str]) -> _Launcher | None:
+    return next((launcher for launcher in LAUNCHERS if launcher.has_started(environment)), None)
 
 
-def _kind(environment: Mapping[str, str], names: _Names) -> str:
+def _check_incomplete(environment: Mapping[str, str]) -> None:
+    """Refuses one task of several whose launcher says too little: each of them would be a run of its own."""
+    for name, of_tasks in INCOMPLETE:
+        if name not in environment or environment.get(of_tasks) == "1":
+            continue
+        tasks = f" and {of_tasks}={environment[of_tasks]}" if of_tasks in environment else ""
+        raise ValueError(
+            f"{name}={environment[name]}{tasks} {'are' if tasks else 'is'} set, so a launcher has started this process, but not as one "
+            "that this program knows; start it with torchrun, srun, mpirun or deepspeed, or export RANK, WORLD_SIZE, LOCAL_RANK and "
+            f"LOCAL_WORLD_SIZE in every task, or unset {name} for one rank"
+        )
+
+
+def _kind(environment: Mapping[str, str], launcher: _Launcher) -> str:
     """The launcher by name, as messages and the ids of jobs call it."""
-    if names in (JOB, STEP):
-        return "srun"
-    if names == TORCHRUN:
-        return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "RANK and WORLD_SIZE"
-    return "Open MPI" if names == OPEN_MPI else "MPICH or Intel MPI"
+    return "torchrun" if launcher == TORCHRUN and "TORCHELASTIC_RUN_ID" in environment else launcher.name
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
@@ -154,43 +209,43 @@ def _is_slurm_task(environment: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environment and number is not None and number < FIRST_RESERVED_STEP
 
 
-def _tasks_of_a_node(environment: Mapping[str, str], name: str) -> int | None:
-    """The number in the variable, which may have Slurm's form `8(x4)`; None if nodes have different numbers of tasks."""
-    counts = set(re.sub(r"\(x\d+\)", "", environment[name]).split(","))
-    if len(counts) > 1 and all(whole_number(count) is not None for count in counts):
-        return None
-    return _number({name: counts.pop() if len(counts) == 1 else environment[name]}, name)
+def _tasks_of_nodes(environment: Mapping[str, str], name: str) -> list[int]:
+    """The different numbers in the variable, which may have Slurm's form `8(x4),7`."""
+    counts = re.sub(r"\(x\d+\)", "", environment[name]).split(",")
+    if any(whole_number(count) is None for count in counts):
+        counts = [environment[name]]
+    return [_number({name: count}, name) for count in dict.fromkeys(counts)]
 
 
-def _master_address(environment: Mapping[str, str], names: _Names, *, has_one_node: bool) -> str | None:
+def _master_address(environment: Mapping[str, str], launcher: _Launcher, *, has_one_node: bool) -> str | None:
     if "MASTER_ADDR" in environment:
         if not environment["MASTER_ADDR"].strip():
             raise ValueError("MASTER_ADDR is empty; export the name or address of the host of rank 0, or unset it")
         return environment["MASTER_ADDR"]
     if has_one_node:
         return "127.0.0.1"
-    if names in (JOB, STEP):
+    if launcher in (JOB, STEP):
         node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
         return None if node_list is None else first_host(node_list)
     return None
 
 
-def _port(environment: Mapping[str, str], names: _Names | None) -> int:
+def _port(environment: Mapping[str, str], launcher: _Launcher | None) -> int:
     if "MASTER_PORT" in environment:
         port = _number(environment, "MASTER_PORT")
         if not 1 <= port <= LARGEST_PORT:
             raise ValueError(f"MASTER_PORT={port} is not a port; choose one from 1 to {LARGEST_PORT} that is free on the host of rank 0")
         return port
-    if names in (JOB, STEP) and "SLURM_JOB_ID" in environment:
+    if launcher in (JOB, STEP) and "SLURM_JOB_ID" in environment:
         return FIRST_SLURM_PORT + _number(environment, "SLURM_JOB_ID") % SLURM_PORTS
     return DEFAULT_PORT
 
 
-def _check_not_left_over(environment: Mapping[str, str], names: _Names, world_size: int) -> None:
+def _check_not_left_over(environment: Mapping[str, str], launcher: _Launcher, world_size: int) -> None:
     """Refuses variables of one rank in each of several tasks: they come from the shell, and every task would be a whole run."""
-    if names != TORCHRUN or world_size > 1 or _kind(environment, names) == "torchrun":
+    if launcher != TORCHRUN or world_size > 1 or _kind(environment, launcher) == "torchrun":
         return
-    starter = _mpirun(environment) or (STEP if _is_slurm_task(environment) else None)
+    starter = _started_by(environment) or (STEP if _is_slurm_task(environment) else None)
     tasks = environment.get(starter.world_size, "1") if starter is not None else "1"
     if starter is not None and tasks != "1":
         raise ValueError(
@@ -208,8 +263,8 @@ def _check_exported_world_size(environment: Mapping[str, str], name: str, world_
         )
 
 
-def _check_set(environment: Mapping[str, str], names: _Names) -> None:
-    needed = (names.rank, names.world_size, names.local_rank)
+def _check_set(environment: Mapping[str, str], launcher: _Launcher) -> None:
+    needed = (launcher.rank, launcher.world_size, launcher.local_rank)
     is_set = [name for name in needed if name in environment]
     missing = [name for name in needed if name not in environment]
     if missing:

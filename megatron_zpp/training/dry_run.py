@@ -86,6 +86,7 @@ def planned_world_size(given: Config, launch: Launch, values: Mapping[str, int] 
     nodes, world_size, ranks_per_node = given.plan.nodes, given.plan.world_size, given.distributed.ranks_per_node
     if nodes is None and world_size is None:
         if launch.world_size > 1:
+            launch.check_equal_nodes(ranks_per_node)
             return launch.world_size, launch.local_world_size
         asked = {"tensor_model_parallel_size": given.distributed.tensor_model_parallel_size, CONTEXT_FIELD: context_ranks(given)}
         group = math.prod({**asked, **values}.values())

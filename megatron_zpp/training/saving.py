@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.engine_state import manifest_of, share_of
+from megatron_zpp.checkpoint.folders import read_latest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, Config
@@ -61,6 +62,21 @@ class RunSaver:
         """Returns when no checkpoint is being written."""
         if self._saver is not None:
             self._report(self._saver.finish())
+
+    def what_is_saved(self) -> str:
+        """The checkpoint from which a run that ends now goes on, in words."""
+        if self._directory is None:
+            return "without --save nothing is kept"
+        try:
+            latest = read_latest(Path(self._directory))
+        except (OSError, ValueError):
+            latest = None
+        if latest is None:
+            return f"{self._directory} has no checkpoint yet (--exit-signal-handler saves before it ends)"
+        return (
+            f"the last checkpoint in {self._directory} is that of iteration {latest}, and the same command with --load {self._directory} "
+            "goes on from there (--exit-signal-handler saves before it ends)"
+        )
 
     def _report(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:

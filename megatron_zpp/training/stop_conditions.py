@@ -14,6 +14,7 @@ from types import FrameType
 
 from megatron_zpp.config.schema import TrainingConfig
 from megatron_zpp.monitor import process_start
+from megatron_zpp.monitor.interrupts import Interrupts
 
 
 class StopRequest(enum.IntFlag):
@@ -39,11 +40,12 @@ class StopConditions:
 
     def __init__(self, training: TrainingConfig, rank: int = 0) -> None:
         self._has_signal = False
+        self._interrupts = Interrupts()
         self._kill_switch = kill_switch(training, rank)
         minutes = training.exit_duration_in_mins
         self._deadline = None if minutes is None else process_start.MONOTONIC_SECONDS + 60.0 * minutes
-        is_main = threading.current_thread() is threading.main_thread()
-        signals = signals_to_handle(training) if is_main else ()
+        self._is_main = threading.current_thread() is threading.main_thread()
+        signals = signals_to_handle(training) if self._is_main else ()
         self._before = {number: signal.signal(number, self._note_signal) for number in signals}
 
     def request(self) -> StopRequest:
@@ -56,8 +58,8 @@ class StopConditions:
         return request
 
     def ignore_signals(self) -> None:
-        """Ignores the signals until the process has ended: a default handler would kill a run that has just saved."""
-        for number in self._before:
+        """Ignores the signals, and Ctrl-C, until the process has ended: a default handler would kill a run that has just saved."""
+        for number in {*self._before, signal.SIGINT} if self._is_main else ():
             signal.signal(number, signal.SIG_IGN)
         self._before = {}
 
@@ -68,6 +70,7 @@ class StopConditions:
         self._before = {}
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts.is_first(number)  # ends the process if it is a second Ctrl-C
         self._has_signal = True
 
 
@@ -92,10 +95,14 @@ def _exists(path: Path) -> bool:
 
 
 def signals_to_handle(training: TrainingConfig) -> Sequence[signal.Signals]:
-    """--exit-signal, and SIGUSR1, which Slurm can send ahead of the time limit; empty without --exit-signal-handler."""
+    """What ends the run; empty without --exit-signal-handler.
+
+    Beside --exit-signal: SIGUSR1, which Slurm can send ahead of the time limit, and SIGINT and SIGTERM, one of which a launcher sends for
+    Ctrl-C.
+    """
     if not training.exit_signal_handler:
         return ()
-    return tuple({signal.Signals[training.exit_signal], signal.SIGUSR1})
+    return tuple(dict.fromkeys([signal.Signals[training.exit_signal], signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]))
 
 
 def reason_for_stopping(requests: StopRequest, iteration: int, training: TrainingConfig) -> str | None:

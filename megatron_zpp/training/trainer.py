@@ -59,12 +59,18 @@ class Trainer:
         self._reporter = Reporter(config, model.padded_vocab_size, engine, writers, tally, self._held_out.final_evaluations)
 
     def run(self) -> None:
-        """Trains up to --train-iters or until a stop condition holds, and saves under --save. With --skip-train it only evaluates."""
-        with self._garbage:
-            if self._config.training.skip_train:
-                self._evaluate_at_the_end()
-            else:
-                self._train()
+        """Trains up to --train-iters or until a stop condition holds, and saves under --save. With --skip-train it only evaluates.
+
+        The text of KeyboardInterrupt says where it was interrupted, and what is saved.
+        """
+        try:
+            with self._garbage:
+                if self._config.training.skip_train:
+                    self._evaluate_at_the_end()
+                else:
+                    self._train()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f" after iteration {self._progress.iteration}; {self._saver.what_is_saved()}") from None
 
     def _train(self) -> None:
         printer, training = self._writers.printer, self._config.training

@@ -249,10 +249,10 @@ def _ranks_per_node(world_size: int) -> int:
         return 1
     launch = read_launch(os.environ)
     if launch.local_world_size is None or launch.world_size != world_size:
-        raise ValueError(
-            f"the launcher does not say how many of the {world_size} ranks share a node: LOCAL_WORLD_SIZE is not set for this world; "
-            "start with torchrun, or pass grid=Grid.of_nodes(nodes, ranks_per_node)"
+        finding = launch.unequal_nodes or (
+            f"the launcher does not say how many of the {world_size} ranks share a node: LOCAL_WORLD_SIZE is not set for this world"
         )
+        raise ValueError(f"{finding}; start with torchrun, or pass grid=Grid.of_nodes(nodes, ranks_per_node)")
     return launch.local_world_size
 
 

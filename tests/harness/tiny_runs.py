@@ -22,10 +22,10 @@ TINY = f"{MODEL} {RUN}".split()
 
 
 def entry(flags: list[str]) -> int:
-    """The exit code of the entry on this rank. Restores the signals that a run with --exit-signal-handler ignores at its end."""
+    """The exit code of the entry on this rank. Restores the signals that a run ignores at its end."""
     from pretrain_zeropp_gpt import main
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         return main(flags)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.interrupts import heed_interrupts
 from harness.places import ROOT
 from harness.rank_pool import RankFailure, RankPool
 from harness.tiny_runs import TINY, entry, losses, pretrain
@@ -45,7 +47,7 @@ def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     return pretrain(ranks, 2, 2, FLAGS, tmp_path_factory.mktemp("whole") / "log.jsonl")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_one_rank_saves_and_ends_the_run_on_all_and_the_same_command_goes_on(
     ranks: RankPool, tmp_path: Path, whole: list[dict[str, Any]], number: signal.Signals
 ) -> None:
@@ -55,6 +57,30 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_on_all_and_the_same_command
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
     parts = pretrain(ranks, 2, 2, command, tmp_path / "parts.jsonl")
     assert losses(parts) == losses(whole)
+
+
+@pytest.mark.parametrize("save_interval", [None, 1], ids=["without a checkpoint", "with one"])
+def test_ctrl_c_without_the_handler_is_one_sentence_with_the_iteration_and_the_last_checkpoint(
+    tmp_path: Path, save_interval: int | None
+) -> None:
+    saved = tmp_path / "saved"
+    flags = f"--train-iters 100000 --save {saved}".split() + ([] if save_interval is None else ["--save-interval", str(save_interval)])
+    command = [sys.executable, "-u", str(ROOT / "pretrain_zeropp_gpt.py"), *TINY, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts) as run:
+        assert run.stdout is not None and run.stderr is not None
+        for line in run.stdout:
+            if line.startswith(" iteration        2/"):
+                break
+        run.send_signal(signal.SIGINT)
+        errors = run.stderr.read()
+    assert run.returncode == 130, errors
+    if save_interval is None:
+        kept = f"{saved} has no checkpoint yet "
+    else:
+        latest = (saved / "latest_checkpointed_iteration.txt").read_text()
+        kept = f"the last checkpoint in {saved} is that of iteration {latest}, and the same command with --load {saved} goes on from there "
+    sentence = rf"pretrain_zeropp_gpt.py: interrupted after iteration \d+; {re.escape(kept)}\(--exit-signal-handler saves before it ends\)"
+    assert re.fullmatch(sentence, errors.splitlines()[-1]) and "Traceback" not in errors
 
 
 def test_a_run_that_has_lost_its_terminal_saves_whatever_number_of_signals_comes(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE"
 TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}.items()}
+PALS = {"PMI_RANK": "1", "PMI_SIZE": "2", "PALS_LOCAL_RANKID": "1", "PBS_JOBID": "5"}
+FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
@@ -28,6 +30,8 @@ def ids(environment: dict[str, str]) -> JobIds:
         (OPEN_MPI | {"PMIX_NAMESPACE": "5"}, OPEN_MPI | {"PMIX_NAMESPACE": "6"}),
         (OPEN_MPI | {"OMPI_MCA_ess_base_jobid": "5"}, OPEN_MPI | {"OMPI_MCA_ess_base_jobid": "6"}),
         (HYDRA | {"PMI_JOBID": "5"}, HYDRA | {"PMI_JOBID": "6"}),
+        (PALS | {"PALS_APID": "5"}, PALS | {"PALS_APID": "6"}),
+        (FLUX | {"FLUX_JOB_ID": "f5"}, FLUX | {"FLUX_JOB_ID": "f6"}),
         (HYDRA | {"PBS_JOBID": "5.server"}, HYDRA | {"PBS_JOBID": "6.server"}),
         (HYDRA | {"LSB_JOBID": "5", "LSB_JOBINDEX": "1"}, HYDRA | {"LSB_JOBID": "5", "LSB_JOBINDEX": "2"}),
         (BY_HAND | {JOB_VARIABLE: "a"}, BY_HAND | {JOB_VARIABLE: "b"}),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_zpp.parallel.launch import Launch, SchedulerJob, first_host, is_launched, read_job, read_launch
@@ -15,6 +17,10 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
 INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}
+MVAPICH2 = {name.replace("OMPI", "MV2"): number for name, number in OPEN_MPI.items()}
+JSRUN = {name.replace("OMPI_COMM_WORLD", "JSM_NAMESPACE"): number for name, number in OPEN_MPI.items()}
+FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", "PMI_RANK": "5", "PMI_SIZE": "8"}
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 BATCH_STEP, INTERACTIVE_STEP = "4294967291", "4294967290"
 
@@ -56,6 +62,12 @@ def test_variables_that_are_not_set_beside_others_are_named(environment: dict[st
         read_launch(environment)
 
 
+@pytest.mark.parametrize("environment", [{"RANK": "1"}, {"LOCAL_RANK": "1"}, {"RANK": "1", "LOCAL_RANK": "1"}])
+def test_a_rank_without_a_world_size_is_not_a_world_of_one(environment: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=" set, but .*WORLD_SIZE"):
+        read_launch(environment)
+
+
 def test_local_size_stands_in_for_local_world_size() -> None:
     environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     assert read_launch(environment).local_world_size == 2
@@ -67,6 +79,19 @@ def test_slurm_tells_all_four_numbers() -> None:
 
 def test_slurm_without_tasks_per_node_leaves_the_local_world_size_open() -> None:
     assert read_launch(without(SLURM, "SLURM_NTASKS_PER_NODE")).local_world_size is None
+
+
+@pytest.mark.parametrize(
+    "words, counts", [("3,1", "3 and 1"), ("2(x1),1(x2)", "2 and 1"), ("2(x3),1", "2 and 1"), ("2,2(x2),1,2", "2 and 1")]
+)
+def test_nodes_with_different_numbers_of_tasks_are_refused_by_these_numbers_unless_the_ranks_of_a_node_are_given(
+    words: str, counts: str
+) -> None:
+    launch = read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": words})
+    with pytest.raises(ValueError, match=rf"^SLURM_STEP_TASKS_PER_NODE={re.escape(words)}: nodes have {counts} ranks, but all nodes must"):
+        launch.check_equal_nodes(None)
+    launch.check_equal_nodes(1)
+    read_launch(SLURM).check_equal_nodes(None)
 
 
 @pytest.mark.parametrize("words, count", [("2", 2), ("2(x2)", 2), ("4", 4), ("3,1", None), ("2(x1),1(x2)", None)])
@@ -124,10 +149,54 @@ def test_one_slurm_task_or_nothing_at_all_is_one_rank_on_its_own() -> None:
     assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == Launch(0, 1, 0, 1)
 
 
-@pytest.mark.parametrize("variables", [OPEN_MPI, INTEL_MPI], ids=["Open MPI", "Intel MPI"])
+@pytest.mark.parametrize(
+    "variables",
+    [OPEN_MPI, INTEL_MPI, PALS, MVAPICH2, JSRUN, JSRUN | OPEN_MPI, MVAPICH2 | INTEL_MPI],
+    ids=["Open MPI", "Intel MPI", "HPE PALS", "MVAPICH2", "jsrun", "jsrun of Spectrum MPI", "MVAPICH2 over Hydra"],
+)
 def test_mpirun_tells_the_same_as_torchrun_also_inside_a_slurm_job(variables: dict[str, str]) -> None:
     assert read_launch(variables) == read_launch(TORCHRUN)
     assert read_launch(SLURM | {"SLURM_STEP_ID": BATCH_STEP} | variables) == read_launch(TORCHRUN)
+
+
+def test_flux_inside_a_step_of_slurm_tells_all_but_the_ranks_of_a_node() -> None:
+    assert read_launch(SLURM | FLUX) == Launch(rank=5, world_size=8, local_rank=1, local_world_size=None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"PMI_RANK": "5", "PMI_SIZE": "8"}, "PMI_RANK=5 and PMI_SIZE=8 are set"),
+        ({"PMI_ID": "5", "PMI_PORT": "node7:4000"}, "PMI_ID=5 is set"),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "job"}, "PMIX_RANK=0 is set"),
+        ({"PALS_RANKID": "5", "PALS_NODEID": "1"}, "PALS_RANKID=5 is set"),
+        ({"ALPS_APP_PE": "5"}, "ALPS_APP_PE=5 is set"),
+        ({"MPT_LRANK": "1"}, "MPT_LRANK=1 is set"),
+        ({"MP_CHILD": "5", "MP_PROCS": "8"}, "MP_CHILD=5 and MP_PROCS=8 are set"),
+        ({"PET_NODE_RANK": "1", "PET_NNODES": "2", "MASTER_ADDR": "pod-0"}, "PET_NODE_RANK=1 and PET_NNODES=2 are set"),
+    ],
+)
+def test_a_task_whose_launcher_says_too_little_is_refused_by_its_variables_and_never_a_world_of_one(
+    environment: dict[str, str], named: str
+) -> None:
+    name = named.split("=")[0]
+    with pytest.raises(ValueError, match=f"^{named}.*; start it with torchrun.* export RANK, WORLD_SIZE.* unset {name} for one rank$"):
+        read_launch(environment)
+    assert read_launch(environment | TORCHRUN).rank == 5
+    alone = environment | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # srun sets PMI_RANK and PMIX_RANK also for one task and in a shell
+    assert read_launch(alone).world_size == 1
+
+
+@pytest.mark.parametrize("environment", [{"PMI_RANK": "0", "PMI_SIZE": "1"}, {"PET_NODE_RANK": "0", "PET_NNODES": "1"}])
+def test_the_only_task_of_such_a_launcher_is_one_rank_on_its_own(environment: dict[str, str]) -> None:
+    assert read_launch(environment) == Launch(0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, INTEL_MPI, PALS, MVAPICH2, JSRUN, FLUX])
+def test_a_launcher_that_leaves_out_the_size_of_the_world_is_refused_by_the_name_of_that_variable(variables: dict[str, str]) -> None:
+    size = next(name for name in variables if name.endswith("_SIZE") and "LOCAL" not in name)
+    with pytest.raises(ValueError, match=f" set, but .*{size}"):
+        read_launch({name: value for name, value in variables.items() if name != size})
 
 
 def test_the_pmi_variables_of_srun_do_not_make_it_mpirun() -> None:
@@ -208,6 +277,9 @@ def test_a_world_without_a_rank_is_refused_naming_the_missing_variable() -> None
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, True),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, True),
         ({"MPI_LOCALRANKID": "0"}, True),
+        ({"PALS_LOCAL_RANKID": "0"}, True),
+        ({"FLUX_TASK_RANK": "0"}, True),
+        ({"FLUX_JOB_SIZE": "2", "PMI_RANK": "0"}, False),
     ],
 )
 def test_a_shell_or_a_batch_script_is_no_launcher(environment: dict[str, str], expected: bool) -> None:

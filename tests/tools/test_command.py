@@ -52,6 +52,19 @@ def test_help_shows_the_usage_and_a_value_may_begin_like_a_flag(capsys: pytest.C
     assert (found.max_new_tokens, found.prompt) == (3, "--and then")
 
 
+@pytest.mark.parametrize("words", [["--output=~/x"], ["--output", "~/x"]])
+def test_the_home_folder_stands_in_for_its_sign_in_every_path_but_not_in_text(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="tool.py", allow_abbrev=False)
+    parser.add_argument("--output")
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--input", nargs="+")
+    parser.add_argument("--prompt", type=command.text)
+    more = ["--file=~/y", "--input", "~/a", "b~", "--prompt=~/x"]
+    for found in (command.parsed(parser, [*words, *more]), command.parsed_with_flags_of_run(parser, [*words, *more])[0]):
+        home = Path.home()
+        assert (found.output, found.file, found.input, found.prompt) == (f"{home}/x", home / "y", [f"{home}/a", "b~"], "~/x")
+
+
 def parser_of_one_flag() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tool.py", allow_abbrev=False)
     parser.add_argument("--max-new-tokens", type=int, required=True)

@@ -18,6 +18,7 @@ from harness.rank_pool import free_port
 from harness.tiny_runs import TINY
 from host_commands import Program, Rendezvous, host_commands
 from hostfile import Host
+from launch import visible_gpus
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags
@@ -158,6 +159,39 @@ def test_without_a_hostfile_there_is_a_rank_per_gpu_of_this_machine(tmp_path: Pa
     (command,) = shown(fakes, words)
     place = parse_args(command[command.index("torch.distributed.run") + 1 :])
     assert (place.nnodes, place.nproc_per_node, place.master_addr) == ("1", "2", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("visible", "shown_gpus"),
+    [
+        (None, "0 1 2 3"),
+        ("2,3", "2 3"),
+        (" 3 , 0 ", "3 0"),
+        ("", ""),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+        ("1,-1,2", "1"),
+        ("0,4,1", "0"),
+        ("1,1", ""),
+        ("GPU-8932f937-d72c,GPU-1a2b", "GPU-8932f937-d72c GPU-1a2b"),
+        ("MIG-GPU-8932f937/1/0", "MIG-GPU-8932f937/1/0"),
+    ],
+)
+def test_the_gpus_of_this_machine_are_those_that_cuda_shows(visible: str | None, shown_gpus: str) -> None:
+    assert list(visible_gpus(visible, 4)) == shown_gpus.split()
+    assert visible_gpus("GPU-8932f937", 0) == visible_gpus("0", 0) == visible_gpus(None, 0) == ()
+
+
+def test_without_a_hostfile_there_is_a_rank_per_visible_gpu_and_slots_are_chosen_among_them(tmp_path: Path) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("nvidia-smi", 'print("GPU 0: A\\nGPU 1: A\\nGPU 2: A\\nGPU 3: A")')
+    words = [sys.executable, "tools/launch.py", "--dry-run"]
+    (command,) = shown(fakes, [*words, "s"], CUDA_VISIBLE_DEVICES="2,3")
+    assert command[command.index("--nproc_per_node") + 1] == "2" and not any("CUDA_VISIBLE" in word for word in command)
+    (command,) = shown(fakes, [*words, "--exclude", "localhost:0", "s"], CUDA_VISIBLE_DEVICES="2,3")
+    assert command[command.index("--nproc_per_node") + 1] == "1" and "CUDA_VISIBLE_DEVICES=3" in command
+    done = fakes.run(*words, "s", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "CUDA_VISIBLE_DEVICES leaves no GPU of this machine; give --num_gpus" in done.stderr
 
 
 def test_without_ssh_each_host_starts_its_own_ranks(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from harness.places import ROOT
 
 from megatron_zpp.config.schema import TrainingConfig
-from megatron_zpp.monitor import process_start
+from megatron_zpp.monitor import interrupts, process_start
+from megatron_zpp.monitor.interrupts import SAME_PRESS_SECONDS, Interrupts
 from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, check_kill_switch, reason_for_stopping, signals_to_handle
 
 
@@ -39,7 +40,7 @@ def test_the_entry_notes_its_start_before_it_imports_torch() -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGUSR1"])
 def test_the_handler_takes_the_signal_of_the_flag_and_sigusr1_and_gives_them_back(name: str) -> None:
     training = TrainingConfig(exit_signal_handler=True, exit_signal=name)
-    assert set(signals_to_handle(training)) == {signal.Signals[name], signal.SIGUSR1}
+    assert set(signals_to_handle(training)) == {signal.Signals[name], signal.SIGUSR1, signal.SIGINT, signal.SIGTERM}
     for number in signals_to_handle(training):
         before = signal.getsignal(number)
         stop_conditions = StopConditions(training)
@@ -50,7 +51,41 @@ def test_the_handler_takes_the_signal_of_the_flag_and_sigusr1_and_gives_them_bac
         assert signal.getsignal(number) == before
 
 
+def test_a_second_ctrl_c_ends_at_once_and_the_repetitions_of_the_first_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repetition comes from the terminal or the launcher, as SIGINT or SIGTERM. Without a first SIGINT no SIGTERM is a second one."""
+    now, ended = [100.0], list[int]()
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(interrupts.os, "_exit", ended.append)
+    several = Interrupts()
+    assert [several.is_first(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == [False, False, True]
+    now[0] += SAME_PRESS_SECONDS
+    assert not several.is_first(signal.SIGINT) and not several.is_first(signal.SIGTERM) and ended == []
+    now[0] += 0.1
+    several.is_first(signal.SIGUSR1)
+    assert ended == []
+    several.is_first(signal.SIGTERM)
+    several.is_first(signal.SIGINT)
+    assert ended == [130, 130]
+
+
+def test_only_the_first_interrupt_is_raised() -> None:
+    several = Interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        several.raise_first(signal.SIGINT, None)
+    several.raise_first(signal.SIGINT, None)
+
+
+def test_a_run_that_has_ended_is_not_interrupted() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        StopConditions(TrainingConfig()).ignore_signals()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_after_the_run_the_signals_are_ignored_for_good() -> None:
+    interrupted = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGUSR1)
     stop_conditions = StopConditions(TrainingConfig(exit_signal_handler=True, exit_signal="SIGUSR2"))
     try:
@@ -60,6 +95,8 @@ def test_after_the_run_the_signals_are_ignored_for_good() -> None:
     finally:
         signal.signal(signal.SIGUSR2, before[0])
         signal.signal(signal.SIGUSR1, before[1])
+        signal.signal(signal.SIGINT, interrupted[0])
+        signal.signal(signal.SIGTERM, interrupted[1])
 
 
 @pytest.mark.parametrize(

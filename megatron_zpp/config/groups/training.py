@@ -75,12 +75,12 @@ class TrainingConfig:
     )
     exit_signal_handler: bool = flag(
         False,
-        help="Save and exit, with exit code 0, at the step in which any rank gets --exit-signal or SIGUSR1.",
+        help="Save and exit, with exit code 0, at the step in which any rank gets SIGINT (Ctrl-C), SIGTERM, SIGUSR1 or --exit-signal.",
         needs=A_FOLDER_TO_SAVE_IN,
     )
     exit_signal: str = flag(
         "SIGTERM",
-        help="The signal of --exit-signal-handler beside SIGUSR1.",
+        help="One more signal of --exit-signal-handler.",
         allowed=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),
         needs=needs("exit_signal_handler"),
     )

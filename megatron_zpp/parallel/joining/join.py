@@ -25,6 +25,7 @@ from megatron_zpp.parallel.failures.failure_board import Keeper
 from megatron_zpp.parallel.failures.question import NoAnswer, answer_within
 from megatron_zpp.parallel.joining.gathering import Gathering, new_invitation
 from megatron_zpp.parallel.joining.guest import Guest
+from megatron_zpp.parallel.joining.interface import interface_to_others
 from megatron_zpp.parallel.joining.member import ForeignEntry, Member
 from megatron_zpp.parallel.joining.place import JoinError, Place
 from megatron_zpp.parallel.joining.store import HERE, connected_store, held_store, reached_store
@@ -41,12 +42,14 @@ class Joined:
 
     kept: outlasts the ranks if torchrun restarts them. part: belongs to this start. reports: the same part over a connection of its own,
     because a wait on one connection holds up all other requests on it. keeper: of the store; None if there is only this process.
+    interface: to the ranks of other nodes; empty if there are none, or if it is not known.
     """
 
     kept: dist.Store
     part: dist.Store
     reports: dist.Store
     keeper: Keeper | None = None
+    interface: str = ""
 
 
 def join(launch: Launch, timeout: timedelta) -> Joined:
@@ -99,7 +102,16 @@ class _Attempt:
         else:
             part = Guest(store, self.place, self._me, self._tell, asks=asks).take_part()
         keeper = Keeper("torchrun" if asks else "rank 0", str(self.place))
-        return Joined(store, dist.PrefixStore(part, store), dist.PrefixStore(part, second), keeper)
+        own = dist.PrefixStore(part, store)
+        return Joined(store, own, dist.PrefixStore(part, second), keeper, self._interface(own, address))
+
+    def _interface(self, part: dist.Store, address: str) -> str:
+        """To the other nodes. address: where the store answers, HERE in the process that holds it."""
+        if self._launch.local_world_size == self._launch.world_size:
+            return ""
+        self._tell("its ranks are looking for the network interface between nodes")
+        to_rank_0 = self.place.addresses()[0] if address == HERE else address
+        return interface_to_others(part, self._me.rank, self._me.world_size, to_rank_0)
 
     def given_up(self) -> str:
         silent_seconds = time.monotonic() - self._told

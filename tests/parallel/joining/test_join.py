@@ -21,7 +21,7 @@ from harness.rank_pool import free_port
 from torch.torch_version import TorchVersion
 
 from megatron_zpp.parallel.job_ids import JobIds
-from megatron_zpp.parallel.joining import gathering, join, place, store
+from megatron_zpp.parallel.joining import gathering, interface, join, place, store
 from megatron_zpp.parallel.joining.gathering import Gathering, new_invitation
 from megatron_zpp.parallel.joining.guest import Guest
 from megatron_zpp.parallel.joining.join import Joined
@@ -259,3 +259,34 @@ def assert_matches(text: str, pattern: str) -> None:
     """Whether the pattern is found in the text; parentheses in it stand for themselves."""
     escaped = pattern.replace("(", r"\(").replace(")", r"\)")
     assert re.search(escaped, text), f"{text!r} lacks {pattern!r}"
+
+
+def test_ranks_of_several_nodes_use_the_interface_with_the_address_from_which_the_kernel_reaches_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the machine of rank 0 the name in MASTER_ADDR leads to 127.0.1.1; there the address of a rank elsewhere shows the way."""
+    own_of = {"127.0.1.1": "127.0.0.1", "10.0.0.1": "10.0.0.2", "10.0.0.2": "10.0.0.1"}
+    monkeypatch.setattr(interface, "source_address", own_of.__getitem__)
+    monkeypatch.setattr(interface, "interface_with", {"10.0.0.1": "eth0", "10.0.0.2": "ib0"}.__getitem__)
+    part = dist.HashStore()
+    towards = ["127.0.1.1", "127.0.1.1", "10.0.0.1", "10.0.0.1"]
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda rank: interface.interface_to_others(part, rank, 4, towards[rank]), range(4))
+        assert list(found) == ["eth0", "eth0", "ib0", "ib0"]
+
+
+def test_nodes_that_share_this_machine_and_runs_of_one_node_leave_gloos_own_choice() -> None:
+    part, port = dist.HashStore(), free_port()
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda rank: interface.interface_to_others(part, rank, 2, "127.0.0.1"), range(2))) == ["", ""]
+    assert [rank.interface for rank in joined(2, port)] == ["", ""]
+    with ThreadPoolExecutor(2) as threads:
+        nodes = [replace(launch(rank, 2, port), local_rank=0, local_world_size=1) for rank in range(2)]
+        assert [rank.interface for rank in threads.map(lambda one: join.join(one, LATER), nodes)] == ["", ""]
+
+
+def test_the_interface_of_an_address_is_the_one_that_has_it() -> None:
+    assert interface.interface_with("127.0.0.1") == "lo"
+    assert interface.interface_with("203.0.113.77") == interface.interface_with("") == interface.interface_with("2001:db8::77") == ""
+    assert interface.source_address("127.0.1.1").startswith("127.")
+    assert all(map(interface.is_loopback, ["127.0.1.1", "::1", "", "a name"])) and not interface.is_loopback("10.0.0.1")
