@@ -35,7 +35,8 @@ ALONE = Launch(0, 1, 0, 1)
 
 def parts_of(flags: str, launch: Launch = ALONE) -> dict[str, str]:
     """The lines of a plan by their names."""
-    lines = described_plan(parse_flags(f"{RUN} {flags}".split()), launch).split("nothing was started\n")[1].splitlines()
+    text = described_plan(parse_flags(f"{RUN} {flags}".split()), launch).split("nothing was started\n")[1]
+    lines = re.sub(r"\n {4,}", " ", text).splitlines()  # those that are wrapped
     return dict(re.split(r" \.+ ", line.strip(), maxsplit=1) for line in lines)
 
 
