@@ -5,7 +5,7 @@
 
 Flags after `--` are the training script's. Of the ZeRO flags only the details count (bits, block, partition), because
 the plan compares all stages and features. A member of the family whose code does not have the given number of bits keeps its default.
-The plan is pure arithmetic and takes a few seconds for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
+The plan is pure arithmetic and takes some seconds for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
 of the time model.
 """
 

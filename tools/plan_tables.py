@@ -207,7 +207,7 @@ def _nothing_fits(rate: Rate) -> str:
     levers = ["more nodes"]
     levers += ["--checkpoint-activations"] * (config.model.recompute_granularity != "full")
     levers += ["a smaller --micro-batch-size"] * (config.training.micro_batch_size > 1)
-    levers += ["--optimizer-cpu-offload"] * (not config.zero.optimizer_cpu_offload)
+    levers += ["--optimizer-cpu-offload"] * (least.plan.memory.is_on_gpu and not config.zero.optimizer_cpu_offload)
     given = rate.as_given[0].sizes
     return (
         f"Recommended: none of these fits; {_flags(least, given)} ({_name(least)}) needs the least, {in_gib(least.plan.memory.total)}. "
