@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
-from plan_estimates import REASONS, Estimate, Rate, Sizes, choices, fastest
+from plan_estimates import REASONS, Estimate, Rate, Sizes, choices, fastest, recommended
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.training.hardware import GIGABYTE
@@ -159,9 +159,10 @@ def _advice(rate: Rate) -> list[str]:
     lines = [f"Recommended: {_flags(first, given)} ({_name(first)}, {_why(first, rate.tried)})"]
     for place, other in zip(PLACES, others, strict=False):
         lines.append(f"{place} choice: {_flags(other, given)} ({_name(other)}): {_price(other, first)}")
-    own = choices(rate.as_given)
-    if first.sizes != given and own:
-        lines.append(f"With {given.flags}: {own[0].plan.flags} ({own[0].plan.member.name}): {_price(own[0], first)}")
+    if first.sizes != given:
+        own = recommended(rate.as_given)
+        cost = f"{own.plan.flags} ({own.plan.member.name}): {_price(own, first)}" if own is not None else "no member fits"
+        lines.append(f"With {given.flags}: {cost}")
     if first.plan.member.is_lean:
         lines.append("Lean sends fewer bits per value; compare its loss with that of another member on your model.")
     return lines
