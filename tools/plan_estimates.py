@@ -24,8 +24,15 @@ class Sizes(NamedTuple):
         return f"--tensor-model-parallel-size {self.tensor} --context-parallel-size {self.context}"
 
 
+def sizes_of(plan: RunPlan) -> Sizes:
+    return Sizes(plan.job.grid.tensor_ranks, plan.job.grid.context_ranks)
+
+
 class Simplicity(NamedTuple):
-    """What makes a plan simpler than another: the first of these numbers that is smaller. features: ranks in groups count as one each."""
+    """Of two plans the simpler one has the smaller number in the first of these fields in which they differ.
+
+    features: of the member, and one for each of the two kinds of groups. node_bytes, intra_bytes: per step, into a node and into a rank.
+    """
 
     features: int
     node_bytes: int
@@ -55,7 +62,7 @@ class Estimate:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.plan.job.grid.tensor_ranks, self.plan.job.grid.context_ranks)
+        return sizes_of(self.plan)
 
     @property
     def node_bytes(self) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from command import errors_in_words, parsed, parsed_with_flags_of_run, rank_count
-from plan_estimates import Estimate, Rate, Sizes
+from plan_estimates import Estimate, Rate, Sizes, sizes_of
 from plan_tables import plan_as_json, plan_as_text
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
@@ -89,7 +89,7 @@ def _by_size(given: Config, world: PlannedWorld, as_given: list[RunPlan]) -> dic
     All have the global batch of the given sizes.
     """
     one = as_given[0]
-    found = {_sizes_of(one): as_given}
+    found = {sizes_of(one): as_given}
     for sizes in _other_sizes(one):
         try:
             found[sizes], _ = _plans(_with_sizes(given, sizes, one), COMPARED, world, one.padded_vocab_size)
@@ -98,15 +98,11 @@ def _by_size(given: Config, world: PlannedWorld, as_given: list[RunPlan]) -> dic
     return found
 
 
-def _sizes_of(plan: RunPlan) -> Sizes:
-    return Sizes(plan.job.grid.tensor_ranks, plan.job.grid.context_ranks)
-
-
 def _other_sizes(plan: RunPlan) -> list[Sizes]:
     """The sizes to compare with those of the plan."""
     most = GROUP_NODES * plan.job.grid.ranks_per_node
     sizes = [Sizes(tensor, context) for tensor in TENSOR_SIZES for context in CONTEXT_SIZES if tensor * context <= most]
-    return [some for some in sizes if some != _sizes_of(plan)]
+    return [some for some in sizes if some != sizes_of(plan)]
 
 
 def _with_sizes(given: Config, sizes: Sizes, other: RunPlan) -> Config:

@@ -45,8 +45,7 @@ def plan_as_text(world: PlannedWorld, zero3: RunPlan, vocab_size: int, computati
 
 
 def _headline(world: PlannedWorld, plan: RunPlan, vocab_size: int, computation: Computation) -> list[str]:
-    microbatches, training = plan.job.microbatches, plan.config.training
-    grid = plan.job.grid
+    microbatches, training, grid = plan.job.microbatches, plan.config.training, plan.job.grid
     groups = [f"; {grid.tensor_ranks} ranks share layers and samples"] * (grid.tensor_ranks > 1)
     groups += [f"; {grid.context_ranks} divide the tokens of a sample"] * (grid.context_ranks > 1)
     return [
