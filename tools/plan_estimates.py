@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_zpp.training.run_plan import RunPlan
+from megatron_zpp.training.run_plan import LEAN, RunPlan
 from megatron_zpp.zero.plan.time_model import StepTime
 
 WORTHWHILE = 1.03  # a feature with a smaller gain is not recommended
+MOST_CHOICES = 3
 
 
 class Sizes(NamedTuple):
@@ -18,24 +19,40 @@ class Sizes(NamedTuple):
     tensor: int
     context: int
 
+    @property
+    def flags(self) -> str:
+        return f"--tensor-model-parallel-size {self.tensor} --context-parallel-size {self.context}"
 
-class Rate(NamedTuple):
-    """The estimates at one rate of the link between nodes: of all members, and of the best of some members for each size of groups."""
 
-    members: list[Estimate]
-    by_size: dict[Sizes, Estimate]
+def sizes_of(plan: RunPlan) -> Sizes:
+    return Sizes(plan.job.grid.tensor_ranks, plan.job.grid.context_ranks)
+
+
+class Simplicity(NamedTuple):
+    """Of two plans the simpler one has the smaller number in the first of these fields in which they differ.
+
+    features: of the member, and one for each of the two kinds of groups. node_bytes, intra_bytes: per step, into a node and into a rank.
+    """
+
+    features: int
+    node_bytes: int
+    intra_bytes: int
+    memory_bytes: int
+    stage: int
+
+
+# Why a plan is simpler, for each field of Simplicity.
+REASONS = ("simpler", "with fewer bytes between nodes", "with fewer bytes inside a node", "in less memory", "in a lower stage")
 
 
 @dataclass(frozen=True)
 class Estimate:
     """One member of the family at one rate of the link between nodes.
 
-    fits: whether it needs no more memory than there is; None if it may fit, but the memory of a rank is not known. bound_by: the part of
-    the machine that is busy longest.
+    fits: whether it needs no more memory than there is; None if it may fit, but the memory of a rank is not known.
     """
 
     plan: RunPlan
-    gigabits: float
     time: StepTime
     fits: bool | None
 
@@ -44,35 +61,63 @@ class Estimate:
         return self.fits is not False
 
     @property
+    def sizes(self) -> Sizes:
+        return sizes_of(self.plan)
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that enter a node from others in a step, of all kinds."""
+        return self.plan.node_bytes + self.plan.context_node_bytes
+
+    @property
+    def simplicity(self) -> Simplicity:
+        plan, member = self.plan, self.plan.member
+        features = member.features + sum(size > 1 for size in self.sizes)
+        return Simplicity(features, self.node_bytes, plan.traffic.total.intra_bytes, plan.memory.total, member.stage)
+
+    @property
     def bound_by(self) -> str:
+        """The part of the machine that is busy longest."""
         busy = self.time.busy
         return max(busy, key=lambda part: busy[part])
 
+
+class Rate(NamedTuple):
+    """The estimates at one rate of the link between nodes: with the given sizes of groups, and for every size that was tried."""
+
+    as_given: list[Estimate]
+    by_size: dict[Sizes, list[Estimate]]
+
     @property
-    def waits_for_other_nodes(self) -> bool:
-        """Whether the link between nodes is busy longest."""
-        return self.time.inter_link == max(self.time.busy.values())
+    def tried(self) -> list[Estimate]:
+        """All estimates, those with the given sizes first."""
+        others = (estimates for estimates in self.by_size.values() if estimates is not self.as_given)
+        return [*self.as_given, *(estimate for estimates in others for estimate in estimates)]
 
 
-def sizes_of(plan: RunPlan) -> Sizes:
-    return Sizes(plan.job.grid.tensor_ranks, plan.job.grid.context_ranks)
+def fastest(estimates: Sequence[Estimate]) -> Estimate | None:
+    """The fastest of those that fit; None if none does."""
+    fitting = [estimate for estimate in estimates if estimate.may_fit]
+    return min(fitting, key=lambda estimate: (estimate.time.seconds, estimate.simplicity), default=None)
 
 
 def recommended(estimates: Sequence[Estimate]) -> Estimate | None:
-    """Among the members that fit and are at most WORTHWHILE times slower than the fastest, the one with the fewest features.
-
-    Lean, whose codes have the fewest bits, counts only if the best of the others waits for other nodes. None if no member fits.
-    """
-    fitting = [estimate for estimate in estimates if estimate.may_fit]
-    others = [estimate for estimate in fitting if not estimate.plan.member.is_lean]
-    best = _simplest(others or fitting)
-    return _simplest(fitting) if best is not None and best.waits_for_other_nodes else best
-
-
-def _simplest(estimates: Sequence[Estimate]) -> Estimate | None:
-    """The one with the fewest features among those that are almost as fast as the fastest; None if there is none."""
-    if not estimates:
+    """The simplest of those that fit and take at most WORTHWHILE times as long as the fastest that fits; None if none fits."""
+    best = fastest(estimates)
+    if best is None:
         return None
-    shortest = min(estimate.time.seconds for estimate in estimates)
-    good = [estimate for estimate in estimates if estimate.time.seconds <= WORTHWHILE * shortest]
-    return min(good, key=lambda estimate: (estimate.plan.member.features, estimate.plan.memory.total))
+    good = [estimate for estimate in estimates if estimate.may_fit and estimate.time.seconds <= WORTHWHILE * best.time.seconds]
+    return min(good, key=lambda estimate: estimate.simplicity)
+
+
+def choices(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """The one that is recommended, then those that would be without the members before them, MOST_CHOICES at most. Lean is one member."""
+    left, found = list(estimates), list[Estimate]()
+    while len(found) < MOST_CHOICES and (choice := recommended(left)) is not None:
+        found.append(choice)
+        left = [estimate for estimate in left if _name(estimate) != _name(choice)]
+    return found
+
+
+def _name(estimate: Estimate) -> str:
+    return LEAN if estimate.plan.member.is_lean else estimate.plan.member.name

@@ -5,7 +5,7 @@
 
 Flags after `--` are the training script's. Of the ZeRO flags only the details count (bits, block, partition), because
 the plan compares all stages and features. A member of the family whose code does not have the given number of bits keeps its default.
-The plan is pure arithmetic and takes a few seconds for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
+The plan is pure arithmetic and takes some seconds for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
 of the time model.
 """
 
@@ -31,8 +31,10 @@ from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_ro
 from megatron_zpp.monitor.output_file import naming_file
 from megatron_zpp.training.dry_run import ranks_left_open
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
+from megatron_zpp.training.plan_words import wrapped
 from megatron_zpp.training.run_plan import (
     MEMBERS,
+    Member,
     PlannedWorld,
     RunPlan,
     computation_by_rate,
@@ -44,7 +46,7 @@ from megatron_zpp.zero.plan.time_model import Computation, Machine, Overlap
 TENSOR_SIZES = (1, 2, 4, 8)
 CONTEXT_SIZES = (1, 2, 4, 8, 16)
 GROUP_NODES = 2  # the most nodes of a group of these sizes
-COMPARED = tuple(member for member in MEMBERS if member.name in ("ZeRO-1", "ZeRO-3", "ZeRO++"))  # for each of these sizes
+COMPARED = tuple(member for member in MEMBERS if member.name in ("ZeRO-1", "ZeRO-3", "ZeRO++", "lean-1", "lean"))  # for other sizes
 
 
 def main() -> None:
@@ -61,15 +63,13 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     if given.distributed.ranks_per_node is None:
         raise ranks_left_open(options.nodes)
     world = PlannedWorld(options.nodes, given.distributed.ranks_per_node, is_on_gpu=options.device == "gpu")
-    plans, left_out = _plans(given, world, embedding_rows(given.model, _vocab_size(given)))
+    vocab_size = _vocab_size(given)
+    plans, left_out = _plans(given, MEMBERS, world, embedding_rows(given.model, vocab_size))
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
     computation = _computation(options, zero3)
-    by_size = _by_size(options, given, world, plans)
-    by_rate = {
-        gigabits: Rate([_estimate(plan, gigabits, computation, options) for plan in plans], by_size.get(gigabits, {}))
-        for gigabits in options.inter_gigabits
-    }
-    print("\n".join([plan_as_text(world, zero3, computation, by_rate), *left_out]))
+    by_size = _by_size(given, world, plans)
+    by_rate = {gigabits: _rate(by_size, gigabits, options) for gigabits in options.inter_gigabits}
+    print("\n".join([plan_as_text(world, zero3, vocab_size, computation, by_rate), *map(wrapped, left_out)]))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         with naming_file(options.output):
@@ -83,35 +83,26 @@ def _rates(options: argparse.Namespace) -> list[float]:
     return options.inter_gigabits or [float("inf")]
 
 
-def _by_size(
-    options: argparse.Namespace, given: Config, world: PlannedWorld, as_given: list[RunPlan]
-) -> dict[float, dict[Sizes, Estimate]]:
-    """For each rate, the best of some members for the sizes that groups of ranks could have; empty if only those that are given could.
+def _by_size(given: Config, world: PlannedWorld, as_given: list[RunPlan]) -> dict[Sizes, list[RunPlan]]:
+    """The plans for each of the sizes that groups of ranks could have, first those with the given sizes, which are plans of all members.
 
-    as_given: the plans with the given sizes, whose global batch all have.
+    All have the global batch of the given sizes.
     """
-    one, found = as_given[0], {gigabits: dict[Sizes, Estimate]() for gigabits in options.inter_gigabits}
-    own = [plan for plan in as_given if plan.member in COMPARED]
-    for sizes in _sizes(one):
+    one = as_given[0]
+    found = {sizes_of(one): as_given}
+    for sizes in _other_sizes(one):
         try:
-            plans = own if sizes == sizes_of(one) else _compared(_with_sizes(given, sizes, one), world, one)
+            found[sizes], _ = _plans(_with_sizes(given, sizes, one), COMPARED, world, one.padded_vocab_size)
         except ValueError:
             continue  # a rule forbids these sizes, or the batch does not divide among the groups that are left
-        computation = _computation(options, plans[0])
-        for gigabits, estimates in found.items():
-            estimates[sizes] = _best([_estimate(plan, gigabits, computation, options) for plan in plans])
-    return {gigabits: estimates for gigabits, estimates in found.items() if len(estimates) > 1}
+    return found
 
 
-def _sizes(plan: RunPlan) -> list[Sizes]:
-    """The sizes to compare with those of the plan, which are among them."""
+def _other_sizes(plan: RunPlan) -> list[Sizes]:
+    """The sizes to compare with those of the plan."""
     most = GROUP_NODES * plan.job.grid.ranks_per_node
-    sizes = {Sizes(tensor, context) for tensor in TENSOR_SIZES for context in CONTEXT_SIZES if tensor * context <= most}
-    return sorted({*sizes, sizes_of(plan)})
-
-
-def _compared(given: Config, world: PlannedWorld, other: RunPlan) -> list[RunPlan]:
-    return [plan_run(given, member, world, other.padded_vocab_size) for member in COMPARED]
+    sizes = [Sizes(tensor, context) for tensor in TENSOR_SIZES for context in CONTEXT_SIZES if tensor * context <= most]
+    return [some for some in sizes if some != sizes_of(plan)]
 
 
 def _with_sizes(given: Config, sizes: Sizes, other: RunPlan) -> Config:
@@ -122,38 +113,46 @@ def _with_sizes(given: Config, sizes: Sizes, other: RunPlan) -> Config:
     return given.with_values(tensor_model_parallel_size=sizes.tensor, context_parallel_size=sizes.context)
 
 
-def _best(estimates: Sequence[Estimate]) -> Estimate:
-    """The fastest of those that fit; the smallest if none does."""
-    fitting = [estimate for estimate in estimates if estimate.may_fit]
-    if not fitting:
-        return min(estimates, key=lambda estimate: estimate.plan.memory.total)
-    return min(fitting, key=lambda estimate: estimate.time.seconds)
-
-
-def _plans(given: Config, world: PlannedWorld, padded: int) -> tuple[list[RunPlan], list[str]]:
-    """The plans of all members, and a line if lean is not among them because a flag contradicts it."""
-    plans, left_out = [], []
-    for member in MEMBERS:
+def _plans(given: Config, members: Sequence[Member], world: PlannedWorld, padded: int) -> tuple[list[RunPlan], list[str]]:
+    """The plans of these members, and a line for each reason why lean is not among them because a flag contradicts it."""
+    plans, left_out = [], dict[str, list[str]]()
+    for member in members:
         try:
             plans.append(plan_run(given, member, world, padded))
         except FlagError as error:
             if not member.is_lean:
                 raise
-            left_out.append(f"{member.name} is left out: {error}")
-    return plans, left_out
+            left_out.setdefault(str(error), []).append(member.name)
+    return plans, [f"Left out: {', '.join(names)}: {reason}" for reason, names in left_out.items()]
 
 
-def _estimate(plan: RunPlan, gigabits: float, computation: Computation, options: argparse.Namespace) -> Estimate:
+def _rate(by_size: dict[Sizes, list[RunPlan]], gigabits: float, options: argparse.Namespace) -> Rate:
+    machine = _machine(gigabits, options)
+    estimates = {sizes: _estimates(plans, machine, options) for sizes, plans in by_size.items()}
+    return Rate(next(iter(estimates.values())), dict(sorted(estimates.items())))
+
+
+def _estimates(plans: Sequence[RunPlan], machine: Machine, options: argparse.Namespace) -> list[Estimate]:
+    """All plans have the same sizes and batch, so the same computation."""
+    computation = _computation(options, plans[0])
+    return [Estimate(plan, plan.time(machine, computation), _fits(plan, options)) for plan in plans]
+
+
+def _fits(plan: RunPlan, options: argparse.Namespace) -> bool | None:
+    """None if it may fit, but the memory of a rank is not known."""
     needs = (plan.memory.total, options.memory_gigabytes), (plan.job.grid.ranks_per_node * plan.memory.host, options.host_memory_gigabytes)
     is_too_large = any(need > gigabytes * GIGABYTE for need, gigabytes in needs if gigabytes is not None)
-    fits = False if is_too_large else None if options.memory_gigabytes is None else True
-    return Estimate(plan, gigabits, plan.time(_machine(gigabits, options), computation), fits)
+    return False if is_too_large else None if options.memory_gigabytes is None else True
 
 
 def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
-    overlap = Overlap(options.overlap) if options.overlap else None
-    is_on_gpu = options.device == "gpu"
-    return planned_machine(gigabits * options.link_efficiency, options.intra_gigabytes, is_on_gpu=is_on_gpu, overlap=overlap)
+    return planned_machine(
+        gigabits * options.link_efficiency,
+        options.intra_gigabytes,
+        is_on_gpu=options.device == "gpu",
+        inter_milliseconds=options.inter_milliseconds,
+        overlap=Overlap(options.overlap) if options.overlap else None,
+    )
 
 
 def _computation(options: argparse.Namespace, plan: RunPlan) -> Computation:
@@ -186,6 +185,13 @@ def _positive(text: str) -> float:
     return number
 
 
+def _not_negative(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is negative or not a number; give 0 or more")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="plan_run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -198,6 +204,13 @@ def _parser() -> argparse.ArgumentParser:
         help="number of machines; --ranks-per-node among the training script's flags gives the ranks of each",
     )
     add("--inter-gigabits", type=_positive, nargs="+", metavar="X", help="rates of a node's link to the others, Gbit/s; none for one node")
+    add(
+        "--inter-milliseconds",
+        type=_not_negative,
+        default=0.0,
+        metavar="X",
+        help="round trip between two nodes, as ping shows it (default: %(default)s)",
+    )
     add(
         "--intra-gigabytes",
         type=_positive,

@@ -2,123 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
-from plan_estimates import Estimate, Rate, Sizes, recommended, sizes_of
+from plan_estimates import REASONS, Estimate, Rate, Sizes, choices, fastest, recommended
 
 from megatron_zpp.config.counted import counted
-from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.training.hardware import GIGABYTE
-from megatron_zpp.training.memory_need import in_gib
+from megatron_zpp.training.memory_need import MemoryNeed, in_gib
+from megatron_zpp.training.plan_words import mfu, model_in_words, rounded, tokens_per_second, wrapped
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan
 from megatron_zpp.zero.plan.time_model import Computation
 
-TRAFFIC_HEADER = ("GB into a node", "GB into a rank inside its node")
-TENSOR_HEADER = "GB into a rank over the tensor link"
-CONTEXT_HEADER = "GB into a rank over the context link"
-ZEROPP = "ZeRO++"  # whose price lean is compared with
-FITS = {True: "yes", False: "no", None: "not checked"}
+GIB, MIB = 2**30, 2**20
+FITS = {True: "yes", False: "no", None: "?"}
+PLACES = ("Second", "Third")
+# Columns of the table of memory. Those in which no member has anything are left out.
+PARTS: dict[str, Callable[[MemoryNeed], int]] = {
+    "weights": lambda need: need.weights,
+    "gradients": lambda need: need.plan.gradients,
+    "optimizer": lambda need: need.optimizer_state,
+    "copy": lambda need: need.plan.secondary,
+    "gathered": lambda need: need.gathered,
+    "buffers": lambda need: need.plan.buffers + need.plan.means,
+    "activations": lambda need: need.activations,
+    "saving": lambda need: need.save_copy_on_device,
+    "GPU": lambda need: need.device.total,
+    "total": lambda need: need.total,
+    "host": lambda need: need.host,
+}
 
 
-def plan_as_text(world: PlannedWorld, zero3: RunPlan, computation: Computation, by_rate: dict[float, Rate]) -> str:
-    microbatches = zero3.job.microbatches
-    seconds = computation.seconds * microbatches
-    parameters = parameter_count(zero3.config.model, zero3.padded_vocab_size)
-    members = next(iter(by_rate.values())).members
-    lines = [
-        f"{parameters / 1e9:.3g} billion parameters on {counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}, "
-        f"{counted(microbatches, 'micro-batch', 'micro-batches')} of "
-        f"{zero3.config.training.micro_batch_size} per rank and iteration{_groups(zero3)}, {seconds:.4g} s of computation per iteration",
-        "",
-        *_memory_table(members),
-        *_about_host(world, zero3),
-    ]
-    if any(estimate.fits is None for estimate in members):
-        lines += ["", "Whether it fits is not checked without --memory-gigabytes, the memory that a rank may use."]
+def plan_as_text(world: PlannedWorld, zero3: RunPlan, vocab_size: int, computation: Computation, by_rate: dict[float, Rate]) -> str:
+    """The whole plan, in lines of COLUMNS characters at most (training/plan_words.py)."""
+    lines = [*_headline(world, zero3, vocab_size, computation), ""]
+    lines += [*_memory_table(next(iter(by_rate.values())).as_given), *_about_host(world, zero3)]
     for gigabits, rate in by_rate.items():
         link = f"Link of a node: {gigabits:g} Gbit/s in each direction" if isfinite(gigabits) else "One node, without a link to others"
-        lines += ["", link, "", *_time_table(rate.members), ""]
-        lines += [*_size_table(rate.by_size), _advice(rate.members)]
-    return "\n".join(lines)
+        lines += ["", f"{link}. GB are received in an iteration.", "", *_time_table(rate.as_given), "", *_size_table(rate), *_advice(rate)]
+    return "\n".join(map(wrapped, lines))
 
 
-def _groups(plan: RunPlan) -> str:
-    sizes = sizes_of(plan)
-    groups = [f"{sizes.tensor} ranks share layers and samples"] * (sizes.tensor > 1)
-    groups += [f"{sizes.context} divide the tokens of a sample"] * (sizes.context > 1)
-    return f" ({', '.join(groups)})" if groups else ""
-
-
-def _size_table(by_size: dict[Sizes, Estimate]) -> list[str]:
-    """One line for each pair of sizes that groups could have; none if there is only one."""
-    if not by_size:
-        return []
-    header = ["--tensor-model-parallel-size", "--context-parallel-size", "member", "micro-batches", *TRAFFIC_HEADER]
-    header += [TENSOR_HEADER, CONTEXT_HEADER]
-    header += ["memory per rank", "fits", "s per iteration"]
-    rows = [
-        [
-            *map(str, sizes),
-            estimate.plan.member.name,
-            str(estimate.plan.job.microbatches),
-            *_traffic_cells(estimate.plan),
-            *_group_cells(estimate.plan, Sizes(2, 2)),
-            in_gib(estimate.plan.memory.total),
-            FITS[estimate.fits],
-            f"{estimate.time.seconds:.4g}",
-        ]
-        for sizes, estimate in by_size.items()
+def _headline(world: PlannedWorld, plan: RunPlan, vocab_size: int, computation: Computation) -> list[str]:
+    microbatches, training, grid = plan.job.microbatches, plan.config.training, plan.job.grid
+    groups = [f"; {grid.tensor_ranks} ranks share layers and samples"] * (grid.tensor_ranks > 1)
+    groups += [f"; {grid.context_ranks} divide the tokens of a sample"] * (grid.context_ranks > 1)
+    return [
+        f"Parameters: {model_in_words(plan, vocab_size)}",
+        f"World: {counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}{''.join(groups)}",
+        f"Iteration: {counted(training.global_batch_size, 'sample')} of {counted(plan.config.model.seq_length, 'token')}, for each rank "
+        f"{counted(microbatches, 'micro-batch', 'micro-batches')} of {training.micro_batch_size} and "
+        f"{computation.seconds * microbatches:.4g} s of computation",
     ]
-    return [*_table(header, rows), ""]
-
-
-def _traffic_cells(plan: RunPlan) -> list[str]:
-    return [f"{plan.node_bytes / GIGABYTE:.4g}", f"{plan.traffic.total.intra_bytes / GIGABYTE:.4g}"]
-
-
-def _group_cells(plan: RunPlan, sizes: Sizes) -> list[str]:
-    """What comes over the tensor link and the context link, each if groups of these sizes have one."""
-    tensor = [f"{plan.tensor_bytes / GIGABYTE:.4g}"] * (sizes.tensor > 1)
-    return tensor + [f"{plan.context_traffic.context_bytes / GIGABYTE:.4g}"] * (sizes.context > 1)
 
 
 def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
-    has_host = any(estimate.plan.memory.host for estimate in estimates)
-    header = [
-        "memory per rank",
-        "weights",
-        "gradients",
-        "optimizer",
-        "copy of weights",
-        "gathered",
-        "buffers",
-        "activations",
-        "saving",
-        "GPU itself",
-        "total",
-        *(["host"] if has_host else []),
-        "fits",
+    needs = [estimate.plan.memory for estimate in estimates]
+    parts = {name: nbytes for name, nbytes in PARTS.items() if any(map(nbytes, needs))}
+    unit, name = (GIB, "GiB") if max(need.total for need in needs) >= GIB else (MIB, "MiB")
+    rows = [
+        [estimate.plan.member.name, *(_with_one_decimal(part(estimate.plan.memory) / unit) for part in parts.values()), FITS[estimate.fits]]
+        for estimate in estimates
     ]
-    rows = []
-    for estimate in estimates:
-        plan, need = estimate.plan.memory.plan, estimate.plan.memory
-        parts = (
-            need.weights,
-            plan.gradients,
-            need.optimizer_state,
-            plan.secondary,
-            need.gathered,
-            plan.buffers + plan.means,
-            need.activations,
-            need.save_copy_on_device,
-            need.device.total,
-            need.total,
-            *([need.host] if has_host else []),
-        )
-        rows.append([estimate.plan.member.name, *map(in_gib, parts), FITS[estimate.fits]])
-    return _table(header, rows)
+    notes = {"copy": "copy: of weights", "GPU": "GPU: what CUDA and NCCL take", "host": "host: not part of the total"}
+    explained = "; ".join(note for part, note in notes.items() if part in parts)
+    title = f"Memory per rank in {name}{f' ({explained})' if explained else ''}:"
+    lines = [title, "", *_table(["", *parts, "fits"], rows)]
+    if any(estimate.fits is None for estimate in estimates):
+        lines += ["", "Whether it fits is not checked without --memory-gigabytes, the memory that a rank may use."]
+    return lines
+
+
+def _with_one_decimal(number: float) -> str:
+    return f"{number:.1f}" if number < 1000 else f"{number:.0f}"
 
 
 def _about_host(world: PlannedWorld, zero3: RunPlan) -> list[str]:
@@ -132,57 +89,129 @@ def _about_host(world: PlannedWorld, zero3: RunPlan) -> list[str]:
 
 
 def _time_table(estimates: Sequence[Estimate]) -> list[str]:
-    sizes = sizes_of(estimates[0].plan)
-    links = [TENSOR_HEADER] * (sizes.tensor > 1) + [CONTEXT_HEADER] * (sizes.context > 1)
-    header = ["", *TRAFFIC_HEADER, *links, "collectives", "s per iteration", "x ZeRO-3", "busy longest"]
+    has_peak = estimates[0].plan.config.logging.device_peak_tflops is not None
+    header = ["", "node GB", "rank GB", "collectives", "seconds", "tokens/s", "per rank", *["MFU"] * has_peak, "x ZeRO-3", "busy longest"]
     zero3 = next(estimate.time.seconds for estimate in estimates if estimate.plan.member.name == "ZeRO-3")
-    rows = [
-        [
-            estimate.plan.member.name,
-            *_traffic_cells(estimate.plan),
-            *_group_cells(estimate.plan, sizes),
-            str(estimate.plan.collectives),
-            f"{estimate.time.seconds:.4g}",
-            f"{zero3 / estimate.time.seconds:.2f}",
-            estimate.bound_by,
-        ]
-        for estimate in estimates
-    ]
-    return _table(header, rows)
+    rows = []
+    for estimate in estimates:
+        plan, seconds = estimate.plan, estimate.time.seconds
+        speed, share = tokens_per_second(plan, seconds), mfu(plan, seconds)
+        rows.append(
+            [
+                plan.member.name,
+                *_in_gigabytes(plan.node_bytes, plan.traffic.total.intra_bytes),
+                str(plan.collectives),
+                rounded(seconds),
+                rounded(speed),
+                rounded(speed / plan.job.grid.world_size),
+                *([] if share is None else [f"{share:.1%}"]),
+                f"{zero3 / seconds:.2f}",
+                estimate.bound_by,
+            ]
+        )
+    lines = _table(header, rows)
+    about = "node GB: into a node from others; rank GB: into a rank inside its node; per rank: tokens/s"
+    peak = f"; MFU: of {estimates[0].plan.config.logging.device_peak_tflops:g} TFLOP/s (--device-peak-tflops)" if has_peak else ""
+    return [*lines, "", f"{about}{peak}."]
 
 
-def _advice(estimates: Sequence[Estimate]) -> str:
-    choice = recommended(estimates)
-    if choice is None:
-        levers = "more nodes, --checkpoint-activations, a smaller --micro-batch-size, or a larger --context-parallel-size for long samples"
-        return f"Recommended: none of these fits; take {levers}."
-    member, time = choice.plan.member, choice.time.seconds
-    fastest = min((estimate for estimate in estimates if estimate.may_fit), key=lambda estimate: estimate.time.seconds)
-    gain = "simpler" if member.features < fastest.plan.member.features else "in less memory"
-    why = "the fastest that fits" if choice.fits else "the fastest"
-    if fastest is not choice:
-        why = f"{time / fastest.time.seconds - 1:.1%} behind {fastest.plan.member.name}, {gain}"
-    price = _price_of_lean(choice, estimates) if member.is_lean else ""
-    return f"Recommended: {choice.plan.flags} ({member.name}, {why}){price}"
+def _size_table(rate: Rate) -> list[str]:
+    """One line for each pair of sizes that groups could have; none if no ranks could be a group."""
+    if len(rate.by_size) == 1 and Sizes(1, 1) in rate.by_size:
+        return []
+    header = ["T", "C", "member", "k", "node GB", "rank GB", "tensor GB", "context GB", "memory", "fits", "seconds", "tokens/s"]
+    rows = []
+    for sizes, estimates in rate.by_size.items():
+        estimate = fastest(estimates) or min(estimates, key=lambda estimate: estimate.plan.memory.total)
+        plan, seconds = estimate.plan, estimate.time.seconds
+        moved = plan.node_bytes, plan.traffic.total.intra_bytes, plan.tensor_bytes, plan.context_traffic.context_bytes
+        rows.append(
+            [
+                *map(str, sizes),
+                plan.member.name,
+                str(plan.job.microbatches),
+                *_in_gigabytes(*moved),
+                in_gib(plan.memory.total),
+                FITS[estimate.fits],
+                rounded(seconds),
+                rounded(tokens_per_second(plan, seconds)),
+            ]
+        )
+    about = (
+        "The fastest member that fits for each --tensor-model-parallel-size T and --context-parallel-size C, with k micro-batches; "
+        "tensor GB and context GB: into a rank over the links of these groups."
+    )
+    return [about, "", *_table(header, rows), ""]
 
 
-def _price_of_lean(lean: Estimate, estimates: Sequence[Estimate]) -> str:
-    """A line with what lean costs beside ZeRO++."""
-    other = next(estimate for estimate in estimates if estimate.plan.member.name == ZEROPP)
-    more = lean.plan.memory.total - other.plan.memory.total
-    own, others = lean.plan.memory.plan, other.plan.memory.plan
-    parts = {
-        "weights": (own.weights, others.weights),
-        "gradients": (own.gradients, others.gradients),
-        "copy of weights": (own.secondary, others.secondary),
-        "buffers": (own.buffers, others.buffers),
-    }
-    words = [f"{name} {in_gib(here)} instead of {in_gib(there)}" for name, (here, there) in parts.items() if here != there]
-    difference = f"{in_gib(abs(more))} {'more' if more > 0 else 'less'} memory per rank than {ZEROPP}"
-    slower = other.time.seconds / lean.time.seconds
+def _in_gigabytes(*counts: int) -> list[str]:
+    return [rounded(nbytes / GIGABYTE) for nbytes in counts]
+
+
+def _advice(rate: Rate) -> list[str]:
+    """The recommended flags, the next choices, and what these cost."""
+    found = choices(rate.tried)
+    if not found:
+        return [_nothing_fits(rate)]
+    first, *others = found
+    given = rate.as_given[0].sizes
+    lines = [f"Recommended: {_flags(first, given)} ({_name(first)}, {_why(first, rate.tried)})"]
+    for place, other in zip(PLACES, others, strict=False):
+        lines.append(f"{place} choice: {_flags(other, given)} ({_name(other)}): {_price(other, first)}")
+    if first.sizes != given:
+        own = recommended(rate.as_given)
+        cost = f"{own.plan.flags} ({own.plan.member.name}): {_price(own, first)}" if own is not None else "no member fits"
+        lines.append(f"With {given.flags}: {cost}")
+    if first.plan.member.is_lean:
+        lines.append("Lean sends fewer bits per value; compare its loss with that of another member on your model.")
+    return lines
+
+
+def _flags(estimate: Estimate, given: Sizes) -> str:
+    return estimate.plan.flags if estimate.sizes == given else f"{estimate.sizes.flags} {estimate.plan.flags}"
+
+
+def _name(estimate: Estimate) -> str:
+    groups = [f"{letter} = {size}" for letter, size in zip("TC", estimate.sizes, strict=True) if size > 1]
+    return " with ".join(filter(None, [estimate.plan.member.name, " and ".join(groups)]))
+
+
+def _why(choice: Estimate, tried: Sequence[Estimate]) -> str:
+    best = fastest(tried)
+    if best is None or best is choice:
+        return "the fastest that fits" if choice.fits else "the fastest"
+    pairs = zip(REASONS, choice.simplicity, best.simplicity, strict=True)
+    reason = next(reason for reason, own, others in pairs if own != others)
+    return f"{choice.time.seconds / best.time.seconds - 1:.1%} behind {_name(best)}, {reason}"
+
+
+def _price(choice: Estimate, first: Estimate) -> str:
+    """What a choice costs in an iteration beside the first one."""
+    seconds, nbytes = choice.time.seconds - first.time.seconds, choice.node_bytes - first.node_bytes
+    memory = choice.plan.memory.total - first.plan.memory.total
     return (
-        f"\nIts price: {difference} ({', '.join(words)}), and fewer bits per value. {ZEROPP} takes {slower:.2f} times as long; "
-        "compare the loss of both on your model."
+        f"{_difference(rounded(abs(seconds), 3), 's', seconds)} ({choice.time.seconds / first.time.seconds:.2f} times as long), "
+        f"{_difference(rounded(abs(nbytes) / GIGABYTE, 3), 'GB between nodes', nbytes)}, "
+        f"{_difference(in_gib(abs(memory)), 'of memory per rank', memory)}"
+    )
+
+
+def _difference(amount: str, what: str, sign: float) -> str:
+    return f"{amount} {what} {'more' if sign >= 0 else 'less'}"
+
+
+def _nothing_fits(rate: Rate) -> str:
+    """Says so, with the plan that needs least memory, and what the run could have in addition."""
+    least = min(rate.tried, key=lambda estimate: estimate.plan.memory.total)
+    config = least.plan.config
+    levers = ["more nodes"]
+    levers += ["--checkpoint-activations"] * (config.model.recompute_granularity != "full")
+    levers += ["a smaller --micro-batch-size"] * (config.training.micro_batch_size > 1)
+    levers += ["--optimizer-cpu-offload"] * (least.plan.memory.is_on_gpu and not config.zero.optimizer_cpu_offload)
+    given = rate.as_given[0].sizes
+    return (
+        f"Recommended: none of these fits; {_flags(least, given)} ({_name(least)}) needs the least, {in_gib(least.plan.memory.total)}. "
+        f"Take {', '.join(levers)}, or a larger --context-parallel-size for long samples."
     )
 
 
@@ -190,35 +219,45 @@ def plan_as_json(world: PlannedWorld, by_rate: dict[float, Rate]) -> dict[str, A
     return {
         "nodes": world.nodes,
         "ranks_per_node": world.ranks_per_node,
-        "rates": [
-            {
-                "inter_gigabits": gigabits if isfinite(gigabits) else None,
-                "recommended": None if (choice := recommended(rate.members)) is None else choice.plan.member.name,
-                "members": {estimate.plan.member.name: _member_json(estimate) for estimate in rate.members},
-                "sizes": [
-                    {"tensor_model_parallel_size": tensor, "context_parallel_size": context, **_member_json(estimate)}
-                    for (tensor, context), estimate in rate.by_size.items()
-                ],
-            }
-            for gigabits, rate in by_rate.items()
-        ],
+        "rates": [{"inter_gigabits": gigabits if isfinite(gigabits) else None, **_rate_json(rate)} for gigabits, rate in by_rate.items()],
     }
 
 
-def _member_json(estimate: Estimate) -> dict[str, Any]:
+def _rate_json(rate: Rate) -> dict[str, Any]:
+    """recommended: the name of the member; choices: it and the next ones, each with its flags."""
+    found, given = choices(rate.tried), rate.as_given[0].sizes
     return {
-        "memory_bytes": estimate.plan.memory.total,
-        "host_bytes": estimate.plan.memory.host,
+        "recommended": found[0].plan.member.name if found else None,
+        "choices": [{**_estimate_json(choice), "flags": _flags(choice, given)} for choice in found],
+        "members": {estimate.plan.member.name: _estimate_json(estimate) for estimate in rate.as_given},
+        "tried": [_estimate_json(estimate) for estimate in rate.tried],
+    }
+
+
+def _estimate_json(estimate: Estimate) -> dict[str, Any]:
+    plan = estimate.plan
+    return {
+        "member": plan.member.name,
+        "tensor_model_parallel_size": estimate.sizes.tensor,
+        "context_parallel_size": estimate.sizes.context,
+        "memory_bytes": plan.memory.total,
+        "host_bytes": plan.memory.host,
         "fits": estimate.fits,
-        "inter_node_bytes": estimate.plan.node_bytes,
-        "intra_node_bytes": estimate.plan.traffic.total.intra_bytes,
-        "tensor_link_bytes": estimate.plan.tensor_bytes,
-        "context_link_bytes": estimate.plan.context_traffic.context_bytes,
-        "context_inter_node_bytes": estimate.plan.job.grid.into_node(estimate.plan.context_traffic.context_inter_bytes),
+        "inter_node_bytes": plan.node_bytes,
+        "intra_node_bytes": plan.traffic.total.intra_bytes,
+        "tensor_link_bytes": plan.tensor_bytes,
+        "context_link_bytes": plan.context_traffic.context_bytes,
+        "context_inter_node_bytes": plan.context_node_bytes,
         "seconds": estimate.time.seconds,
+        "tokens_per_second": tokens_per_second(plan, estimate.time.seconds),
     }
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in [header, rule, *rows]]
+    """A table in Markdown whose columns are aligned in a terminal too."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    rule = ["-" * max(widths[0], 3), *("-" * (max(width, 2) - 1) + ":" for width in widths[1:])]
+    widths = [len(cell) for cell in rule]
+    first = [f"{cells[0]:<{widths[0]}}" for cells in (header, rule, *rows)]
+    others = [[f"{cell:>{width}}" for cell, width in zip(cells[1:], widths[1:], strict=True)] for cells in (header, rule, *rows)]
+    return [f"| {' | '.join([name, *cells])} |" for name, cells in zip(first, others, strict=True)]

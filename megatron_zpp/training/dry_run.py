@@ -24,6 +24,7 @@ from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.memory_check import AvailableMemory, check_fits
 from megatron_zpp.training.memory_need import in_gib, saved_bytes
+from megatron_zpp.training.plan_words import mfu, model_in_words, model_teraflops, rounded, tokens_per_second, wrapped
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given, shape_of
 from megatron_zpp.training.sample_order import order_notices
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
@@ -47,7 +48,7 @@ def described_plan(given: Config, launch: Launch) -> str:
     plan = plan_as_given(config, world, embedding_rows(config.model, vocab_size))
     _check_memory(plan, world)
     parts = {
-        "parameters": _parameters(plan, vocab_size),
+        "parameters": model_in_words(plan, vocab_size),
         "training": _training(plan),
         "data": _data(plan),
         "start": _start(plan, stored),
@@ -63,8 +64,10 @@ def described_plan(given: Config, launch: Launch) -> str:
     groups = _groups(config)
     nodes = f"{counted(world.nodes, 'node')} x {world.ranks_per_node}"
     headline = f"plan of {counted(world.size, 'rank')}{groups} ({nodes}, {device}); nothing was started"
-    lines = [f"  {name} {'.' * (LABEL_COLUMNS - len(name))} {text}" for name, text in parts.items() if text]
-    return "\n".join(filter(None, [banner(config), arguments_block(config), *config.notices, *about_rules, headline, *lines]))
+    labelled = [f"  {name} {'.' * (LABEL_COLUMNS - len(name))} {text}" for name, text in parts.items() if text]
+    notices = map(wrapped, [*config.notices, *about_rules, headline])
+    lines = [wrapped(line, " " * (LABEL_COLUMNS + 4)) for line in labelled]
+    return "\n".join(filter(None, [banner(config), arguments_block(config), *notices, *lines]))
 
 
 def _groups(config: Config) -> str:
@@ -141,11 +144,6 @@ def _host(plan: RunPlan, world: PlannedWorld) -> str:
     return f"{in_gib(need.host)}: {need.on_host()}; {in_gib(world.ranks_per_node * need.host)} per node; {threads}"
 
 
-def _parameters(plan: RunPlan, vocab_size: int) -> str:
-    count = parameter_count(plan.config.model, plan.padded_vocab_size)
-    return f"{count} ({count / 1e9:.4g} billion), vocabulary of {vocab_size} padded to {plan.padded_vocab_size}"
-
-
 def _training(plan: RunPlan) -> str:
     training, microbatches = plan.config.training, plan.job.microbatches
     return (
@@ -217,12 +215,11 @@ def _tensor_bytes(plan: RunPlan) -> str:
 
 def _context_bytes(plan: RunPlan) -> str:
     """What comes over the context link; empty if there is none."""
-    grid, traffic = plan.job.grid, plan.context_traffic
-    if grid.context_ranks == 1:
+    if plan.job.grid.context_ranks == 1:
         return ""
-    between = grid.into_node(traffic.context_inter_bytes)
+    between = plan.context_node_bytes
     into_node = f" ({between / GIGABYTE:.4g} GB into a node from others)" if between else ""
-    return f"{traffic.context_bytes / GIGABYTE:.4g} GB into a rank over the context link{into_node}, "
+    return f"{plan.context_traffic.context_bytes / GIGABYTE:.4g} GB into a rank over the context link{into_node}, "
 
 
 def _operations(plan: RunPlan, world: PlannedWorld) -> str:
@@ -249,20 +246,21 @@ def _time(plan: RunPlan, world: PlannedWorld) -> str:
         seconds = computation.seconds * plan.job.microbatches
         return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
     rate = assumed.inter_gigabits or float("inf")  # one node has no such link
-    time = plan.time(planned_machine(rate, assumed.intra_gigabytes, is_on_gpu=world.is_on_gpu), computation)
+    machine = planned_machine(rate, assumed.intra_gigabytes, is_on_gpu=world.is_on_gpu, inter_milliseconds=assumed.inter_milliseconds)
+    time = plan.time(machine, computation)
     busy = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.busy.items())
     return f"{_speed(plan, world, time.seconds)}; busy are {busy}"
 
 
 def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:
-    training = plan.config.training
-    tokens = training.global_batch_size * plan.config.model.seq_length
-    operations = model_flops(plan.config.model, plan.padded_vocab_size, training.global_batch_size) / world.size
+    tokens = plan.config.training.global_batch_size * plan.config.model.seq_length
     whole = _all_tokens(plan) / tokens * seconds
     length = f"{whole / SECONDS_PER_DAY:.4g} days" if whole > SECONDS_PER_DAY else f"{whole:.4g} s"
+    speed, share = tokens_per_second(plan, seconds), mfu(plan, seconds)
+    of_peak = "" if share is None else f", MFU {share:.1%} of {plan.config.logging.device_peak_tflops:g} TFLOP/s"
     return (
-        f"{seconds:.4g} s per iteration, {length} in all, {tokens / seconds:.4g} tokens per second, "
-        f"{operations / seconds / TERA:.4g} TFLOP/s per rank (model)"
+        f"{seconds:.4g} s per iteration, {length} in all, {rounded(speed)} tokens per second ({rounded(speed / world.size)} per rank), "
+        f"{model_teraflops(plan, seconds):.4g} TFLOP/s per rank (model){of_peak}"
     )
 
 

@@ -60,15 +60,18 @@ def peak_teraflops(device_name: str) -> float | None:
 GIGABYTE, GIGABIT, TERA = 1e9, 1e9 / 8, 1e12
 
 
-def planned_machine(inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu: bool, overlap: Overlap | None = None) -> Machine:
+def planned_machine(
+    inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu: bool, inter_milliseconds: float = 0.0, overlap: Overlap | None = None
+) -> Machine:
     """Machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the latencies and codec speeds of this file.
 
+    inter_milliseconds: round trip between nodes; a message takes half of it, beside the latency of this file.
     overlap: means of running hops beside computation; by default streams on GPUs, otherwise a thread.
     """
     inter_latency = NCCL_INTER_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS
     intra_latency = NCCL_INTRA_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS
     return Machine(
-        LinkSpeed(inter_gigabits * GIGABIT, inter_latency),
+        LinkSpeed(inter_gigabits * GIGABIT, inter_latency, inter_milliseconds / 2000),
         LinkSpeed(intra_gigabytes * GIGABYTE, intra_latency),
         GPU_CODEC if is_on_gpu else CPU_CODEC,
         overlap or (Overlap.STREAMS if is_on_gpu else Overlap.THREAD),

@@ -80,14 +80,9 @@ MEMBERS = (
     Member("+hpZ", 3, has_secondary_weights=True),
     Member("+qgZ", 3, has_quantized_gradients=True),
     Member("ZeRO++", 3, has_quantized_weights=True, has_secondary_weights=True, has_quantized_gradients=True),
-    Member(
-        LEAN,
-        3,
-        has_secondary_weights=True,
-        has_quantized_gradients=True,
-        has_differences=True,
-        has_gaussian_gradients=True,
-    ),
+    Member("lean-1", 1, has_quantized_gradients=True, has_differences=True, has_gaussian_gradients=True),
+    Member("lean-2", 2, has_quantized_gradients=True, has_differences=True, has_gaussian_gradients=True),
+    Member(LEAN, 3, has_secondary_weights=True, has_quantized_gradients=True, has_differences=True, has_gaussian_gradients=True),
 )
 
 
@@ -127,6 +122,11 @@ class RunPlan:
         return self.job.grid.into_node(self.traffic.total.inter_bytes)
 
     @property
+    def context_node_bytes(self) -> int:
+        """Bytes that enter one node in a step from ranks of other nodes that divide its samples."""
+        return self.job.grid.into_node(self.context_traffic.context_inter_bytes)
+
+    @property
     def tensor_bytes(self) -> int:
         """Bytes that one rank receives at most in a step from the ranks that share its layers."""
         return self.job.microbatches * self.job.tensor_work.nbytes + sharing_received_bytes(self._shared, self.job.grid.tensor_ranks)
@@ -155,12 +155,9 @@ class RunPlan:
 def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     """The plan of a run with the flags of `member` and all other flags as given. Raises FlagError if the run would.
 
-    given: a configuration that is not resolved. Where each node has one data rank, lean is planned in stage 2, which keeps all weights on
-    every rank: its copy cannot be divided among the ranks of a node.
+    given: a configuration that is not resolved.
     """
     ranks = count_ranks(given, world.size, world.ranks_per_node)
-    if member.is_lean and ranks.data_ranks_per_node == 1 < world.nodes:
-        member = replace(member, stage=2, has_secondary_weights=False)
     # The stage in the file of --deepspeed_config must not override the member.
     given = with_deepspeed_json(given, ranks).with_values(deepspeed_config=None)
     return _planned(resolve(_as_member(given, member, ranks), world.size, world.ranks_per_node), member, world, padded_vocab_size)

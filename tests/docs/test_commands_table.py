@@ -95,7 +95,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python tools/plan_run.py --nodes 4 ...": f"{RUN}::test_the_rows_that_the_long_sequences_page_shows_are_printed",
     # Runs
     "python pretrain_zeropp_gpt.py --help": f"{RUN}::test_the_help_of_a_run_is_printed",
-    "python pretrain_zeropp_gpt.py --dry-run --nodes 2 ...": f"{RUN}::test_readmes_plan_is_made_with_the_sizes_that_are_printed",
+    "python pretrain_zeropp_gpt.py --dry-run --nodes 2 ...": f"{RUN}::test_readmes_plan_is_made_where_no_data_are",
     "python pretrain_zeropp_gpt.py --dry-run --nodes 4 ...": f"{RUN}::test_the_plan_of_the_launching_page_has_its_parts",
     "python pretrain_zeropp_gpt.py --tensor-model-parallel-size 1 ...": (
         f"{TUTORIAL}::test_the_command_with_only_its_sizes_reduced_trains_on_two_nodes_of_two",

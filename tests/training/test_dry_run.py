@@ -25,6 +25,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.dry_run import described_plan, planned_world_size
 from megatron_zpp.training.memory_need import in_gib, memory_need
+from megatron_zpp.training.plan_words import COLUMNS
 from megatron_zpp.training.sharding import grid_of, sharding_of
 from pretrain_zeropp_gpt import main
 
@@ -35,7 +36,8 @@ ALONE = Launch(0, 1, 0, 1)
 
 def parts_of(flags: str, launch: Launch = ALONE) -> dict[str, str]:
     """The lines of a plan by their names."""
-    lines = described_plan(parse_flags(f"{RUN} {flags}".split()), launch).split("nothing was started\n")[1].splitlines()
+    text = described_plan(parse_flags(f"{RUN} {flags}".split()), launch).split("nothing was started\n")[1]
+    lines = re.sub(r"\n {4,}", " ", text).splitlines()  # those that are wrapped
     return dict(re.split(r" \.+ ", line.strip(), maxsplit=1) for line in lines)
 
 
@@ -162,6 +164,52 @@ def test_time_is_the_work_divided_by_the_rate_where_links_are_no_limit() -> None
     seconds = float(parts["time"].split(" s per iteration")[0])
     assert seconds == pytest.approx(float(model[0]) * 1e12 / 1e6, rel=1e-3)  # four digits are printed
     assert "1e-06 TFLOP/s per rank (model)" in parts["time"]
+
+
+def test_tokens_per_second_are_those_of_all_ranks_and_of_one_and_mfu_is_of_the_given_peak() -> None:
+    flags = "--world-size 2 --nodes 1 --global-batch-size 4 --teraflops 1e-6"
+    plain, with_peak = (parts_of(f"{flags} {peak}")["time"] for peak in ("", "--device-peak-tflops 4e-6"))
+    ((seconds, speed, of_rank),) = re.findall(r"^(\S+) s per .* (\S+) tokens per second \((\S+) per rank\)", plain)
+    assert float(speed) == pytest.approx(4 * 16 / float(seconds), rel=2e-3) and float(of_rank) == pytest.approx(float(speed) / 2, rel=2e-3)
+    assert "MFU" not in plain and ", MFU 25.0% of 4e-06 TFLOP/s" in with_peak
+
+
+def test_the_round_trip_between_nodes_makes_the_plan_slower_by_the_gathers_of_numbers_at_least() -> None:
+    flags = "--nodes 3 --ranks-per-node 2 --teraflops 10 --inter-gigabits 100"
+    near, far = (parts_of(f"{flags} --inter-milliseconds {milliseconds}")["time"] for milliseconds in (0, 100))
+    assert float(far.split()[0]) > float(near.split()[0]) + 0.2 and "latency between nodes" in far
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "vocabulary of 100 (--vocab-size) padded to 104, weights in bf16"),
+        ("--tokenizer-type NullTokenizer --vocab-size 104", "vocabulary of 104 (--vocab-size), weights in bf16"),
+    ],
+)
+def test_the_vocabulary_is_said_with_where_its_size_is_from(flags: str, words: str) -> None:
+    assert words in parts_of(flags)["parameters"]
+
+
+def test_a_vocabulary_that_is_assumed_and_weights_in_fp32_are_said() -> None:
+    model = MODEL.replace("--vocab-size 100", "")
+    text = " ".join(described_plan(parse_flags(f"--dry-run {model}".split()), ALONE).split())
+    assert "vocabulary of 50257 (assumed: no tokenizer and no --vocab-size is given) padded to 50264" in text
+    assert "weights in fp32, because neither --bf16 nor --fp16 is given" in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--nodes 2 --ranks-per-node 4 --tensor-model-parallel-size 2 --context-parallel-size 2 --teraflops 1 --inter-gigabits 1",
+        "--zero-stage 3 --cpu-offload --nodes 2 --ranks-per-node 4 --save x --async-save --teraflops 1e9 --inter-gigabits 1e-6",
+        "--quantization-block-size 256 --zeropp lean --nodes 2 --ranks-per-node 2 --global-batch-size 32 --distributed-backend gloo",
+    ],
+)
+def test_no_line_is_wider_than_a_terminal(flags: str) -> None:
+    text = described_plan(parse_flags(f"{RUN} {flags}".split()), ALONE)
+    assert max(map(len, text.splitlines())) <= COLUMNS
 
 
 def test_a_slow_link_makes_the_plan_slower_and_without_its_rate_the_time_says_so() -> None:

@@ -99,9 +99,13 @@ def test_the_flags_of_lean_are_those_of_a_run_with_its_plan(asked: str, flags: s
     assert (config.zero.zero_hpz_partition_size, sharding_of(config)) == (plan.job.grid.partition_ranks, plan.job.sharding)
 
 
-def test_lean_is_planned_in_stage_2_where_each_node_has_one_rank() -> None:
-    plan = planned("lean", world=(3, 1))
-    assert (plan.flags, plan.config.zero.zero_stage) == ("--zeropp lean --zero-stage 2", 2)
+@pytest.mark.parametrize(("flags", "world"), [("", (3, 1)), ("--tensor-model-parallel-size 4", (2, 4))])
+def test_lean_is_planned_in_stages_1_and_2_where_each_node_has_one_data_rank(flags: str, world: tuple[int, int]) -> None:
+    for stage in (1, 2):
+        plan = planned(f"lean-{stage}", flags, world)
+        assert (plan.flags, plan.config.zero.zero_stage) == (f"--zeropp lean --zero-stage {stage}", stage)
+    with pytest.raises(FlagError, match="choose --zero-stage 2"):
+        planned("lean", flags, world)
 
 
 def test_on_one_rank_lean_moves_nothing_and_keeps_no_copy() -> None:
@@ -184,11 +188,6 @@ def test_members_are_planned_with_local_parts_on_the_data_ranks_of_one_ladder(na
 
 def test_a_copy_on_the_ranks_of_a_node_in_one_ladder_is_leans_own() -> None:
     assert planned("lean", "--tensor-model-parallel-size 2", world=(2, 8)).flags == "--zeropp lean"
-
-
-def test_lean_is_planned_in_stage_2_where_a_node_is_one_group() -> None:
-    plan = planned("lean", "--tensor-model-parallel-size 4")
-    assert (plan.flags, plan.config.zero.zero_stage) == ("--zeropp lean --zero-stage 2", 2)
 
 
 def test_at_equal_global_and_micro_batch_bytes_into_a_node_grow_with_the_ranks_that_share_layers() -> None:

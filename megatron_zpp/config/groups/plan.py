@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.config.flag import POSITIVE, POSITIVE_RANKS, flag, needs
+from megatron_zpp.config.flag import NOT_NEGATIVE, POSITIVE, POSITIVE_RANKS, flag, needs
 
 A_PLAN = needs("dry_run")
 
@@ -57,6 +57,13 @@ class PlanConfig:
     )
     inter_gigabits: float | None = flag(
         None, help="Rate of the link between a node and the others, in each direction.", unit="Gbit/s", allowed=POSITIVE, needs=A_PLAN
+    )
+    inter_milliseconds: float = flag(
+        0.0,
+        help="Round trip between two nodes, as ping shows it.",
+        unit="ms",
+        allowed=NOT_NEGATIVE,
+        needs=A_PLAN,
     )
     intra_gigabytes: float = flag(
         100.0, help="Rate at which one rank receives from the other ranks of its node.", unit="GB/s", allowed=POSITIVE, needs=A_PLAN

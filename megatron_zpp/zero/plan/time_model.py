@@ -11,6 +11,9 @@ Assumptions:
   but one exchange of backward, which crosses beside the gradient of one weight and is hidden by that product alone. That is not measured
   either. On a CPU a thread of gloo moves these bytes; what it takes from the cores of computation is left out.
 - Computation waits for the constant of every collective of ranks that share layers or divide samples.
+- A collective between N nodes also takes the latency of their link once for each of its rounds, one after the other: N - 1 for a gather
+  (a ring), 1 for an exchange, in which every node sends to all others at once. Other hops use the link meanwhile. At the end of a step two
+  gathers bring numbers to all ranks, and nothing runs beside them.
 - Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
   same, but one thread encodes and decodes for all lanes on the cores of computation, which stops meanwhile unless it waits (lanes on gloo).
@@ -37,7 +40,7 @@ from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWorkOfUses
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
+from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Direction, Lane, Link
 from megatron_zpp.zero.plan.host_copies import NOTHING_ON_HOST, HostLinkClock, KeptCopies, KeptOnHost
 from megatron_zpp.zero.plan.memory_plan import MAIN_BYTES, Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
@@ -54,10 +57,14 @@ class Overlap(enum.Enum):
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The speed of a link. bytes_per_second: into one node from others, or into one rank from its own node."""
+    """The speed of a link. bytes_per_second: into one node from others, or into one rank from its own node.
+
+    latency_seconds: of a message in one direction, between nodes.
+    """
 
     bytes_per_second: float
     seconds_per_collective: float = 0.0
+    latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,7 @@ class StepTime:
     context_link: float = 0.0
     host_link: float = 0.0
     host: float = 0.0
+    latency: float = 0.0
 
     @property
     def busy(self) -> dict[str, float]:
@@ -159,6 +167,7 @@ class StepTime:
             "context link": self.context_link,
             "link to the host": self.host_link,
             "AdamW on the host": self.host,
+            "latency between nodes": self.latency,
         }
         return parts | {name: seconds for name, seconds in others.items() if seconds > 0}
 
@@ -169,6 +178,7 @@ class StepTime:
         return StepTime(*(own + times * others for own, others in zip(astuple(self), astuple(other), strict=True)))
 
 
+GATHERS_OF_NUMBERS = 2  # the losses with the stop requests, and the squared norms
 BUSY = tuple(field.name for field in fields(StepTime) if field.name not in ("seconds", "host_link"))
 
 
@@ -269,7 +279,7 @@ class _Clock:
         between = self.grid.into_node(traffic.context_inter_bytes) / machine.inter.bytes_per_second
         within = (traffic.context_bytes - traffic.context_inter_bytes) / machine.intra.bytes_per_second
         speed = machine.inter if between else machine.intra
-        seconds = max(between, within) + work.collectives * speed.seconds_per_collective
+        seconds = max(between, within) + work.collectives * (speed.seconds_per_collective + speed.latency_seconds)
         self.busy["context_link"] += seconds
         for link, is_used in ((Link.INTER, between > 0), (Link.INTRA, within > 0)):
             if is_used:
@@ -278,7 +288,15 @@ class _Clock:
         return seconds - min(beside, self.context_work.hiding * self.computation.of(use, is_backward=False))
 
     def read_norm(self) -> None:
+        self.now += sum(self._latency(Direction.CLIMB) for _ in range(GATHERS_OF_NUMBERS))
         self._host_now = self.enqueued
+
+    def _latency(self, direction: Direction) -> float:
+        """Seconds of all rounds of a collective between nodes; adds them to `busy`."""
+        others = self.grid.nodes - 1
+        seconds = self.machine.inter.latency_seconds * (others if direction is Direction.CLIMB else min(1, others))
+        self.busy["latency"] += seconds
+        return seconds
 
     def update_on_host(self, numel: int, coming: Sequence[int]) -> None:
         host = self.machine.host
@@ -315,7 +333,7 @@ class _Clock:
         self.busy["inter_link"] += between
         self.busy["intra_link"] += within
         self.link_free[link] = max(ready, self.link_free[link]) + seconds
-        return self.link_free[link]
+        return self.link_free[link] + (self._latency(hop.lane.direction) if traffic.inter_bytes else 0.0)
 
 
 class _StreamClock(_Clock):

@@ -31,12 +31,12 @@ ELSEWHERE = (
     ),
     Elsewhere(
         "docs/long_sequences.md",
-        rf"\| ZeRO\S+(?: \| {GIB}){{6}} \| yes \||\| ZeRO\S+(?: \| [\d.]+){{4}} \|",
+        r"\| (?:ZeRO|lean)\S+(?: \| [\d.]+){6} \| yes \||\| (?:ZeRO|lean)\S+(?: \| [\d.]+){3} \|",
         "docs/test_long_sequences_page.py::test_the_tables_of_memory_and_of_bytes_are_the_plans_of_the_command",
     ),
     Elsewhere(
         "docs/long_sequences.md",
-        rf"\| \d \| \d+ \| \d \| [\d.]+ \| [\d.]+ \| {GIB} \| [\d.]+ \|",
+        rf"\| \d \| \d+ \| \S+ \| \d \| [\d.]+ \| [\d.]+ \| {GIB} \| [\d.]+ \|",
         "docs/test_long_sequences_page.py::test_each_pair_of_sizes_is_planned_with_the_fastest_member",
     ),
     Elsewhere(

@@ -178,6 +178,40 @@ def test_ranks_that_share_nothing_have_no_tensor_link_among_the_parts_that_are_b
     assert "tensor link" not in step_time(job(), machine(), COMPUTATION).busy
 
 
+# ---- a link with a latency
+
+LATENCY = LinkSpeed(float("inf"), latency_seconds=0.05)
+
+
+def test_a_gather_takes_the_latency_for_every_other_node_and_an_exchange_takes_it_once() -> None:
+    """Three nodes: six units climb in two rounds and descend in one, and two gathers of numbers have two rounds."""
+    time = step_time(job("--zero-stage 1"), machine(LATENCY, Overlap.NONE), COMPUTATION)
+    rounds = 2 * USES + USES + 2 * 2
+    assert time.latency == pytest.approx(0.05 * rounds) and time.busy["latency between nodes"] == time.latency
+    assert time.seconds == pytest.approx(COMPUTATION.seconds + 0.05 * rounds)
+    assert time.inter_link == 0
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_a_step_waits_at_least_for_its_numbers_and_one_node_has_no_latency(overlap: Overlap) -> None:
+    for grid, expected in ((GRID, 0.2), (Grid.of_nodes(1, 6), 0.0)):
+        near, far = (step_time(replace(job(), grid=grid), machine(link, overlap), COMPUTATION) for link in (INFINITE, LATENCY))
+        assert far.seconds >= near.seconds + expected - 1e-9 and (far.seconds == near.seconds) == (expected == 0)
+
+
+def test_hops_of_one_lane_wait_for_each_others_latency_and_those_of_other_lanes_do_not() -> None:
+    alone, all_lanes = (step_time(job(), machine(LATENCY, overlap), NOTHING) for overlap in (Overlap.NONE, Overlap.STREAMS))
+    assert all_lanes.latency == alone.latency and all_lanes.seconds < alone.seconds
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 0), (6, 2 * USES * 2 * 2)])
+def test_exchanges_of_ranks_that_divide_samples_take_the_latency_once_each_where_they_are_on_several_nodes(ranks: int, rounds: int) -> None:
+    """In two micro-batches each use has two collectives in forward and two in backward."""
+    some = divided(replace(GRID, context_ranks=ranks))
+    near, far = (step_time(some, machine(LinkSpeed(1e9, latency_seconds=latency)), COMPUTATION) for latency in (0.0, 0.05))
+    assert far.context_link == pytest.approx(near.context_link + 0.05 * rounds)
+
+
 # ---- ranks that divide samples
 
 
