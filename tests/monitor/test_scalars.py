@@ -15,7 +15,9 @@ from megatron_zpp.monitor.scalars import (
 )
 
 ALL = ScalarChoice(world_size=True, memory=True, validation_ppl=True)
-ON_GPU = replace(REPORT, num_zeros=7, params_norm=2.5, context_link_bytes=66, context_inter_node_bytes=77, memory=MemoryReading(10, 20, 30, 40, 50))
+ON_GPU = replace(
+    REPORT, num_zeros=7, params_norm=2.5, context_link_bytes=66, context_inter_node_bytes=77, memory=MemoryReading(10, 20, 30, 40, 50)
+)
 OURS = {
     "Loss/training": 14.90005,
     "Traffic/inter_node_bytes": 11,
@@ -74,7 +76,12 @@ def test_what_is_not_wanted_or_not_known_is_left_out():
     least = ScalarChoice(learning_rate=False, loss_scale=False)
     assert list(interval_scalars(REPORT, least)) == ["batch-size", "lm loss", "grad-norm"]
     assert list(without_ours(iteration_scalars(REPORT, least))) == ["iteration-time", "throughput"]
-    assert list(without_ours(iteration_scalars(REPORT, ALL))) == ["iteration-time", "throughput", "mem-allocated-bytes", "mem-max-allocated-bytes"]
+    assert list(without_ours(iteration_scalars(REPORT, ALL))) == [
+        "iteration-time",
+        "throughput",
+        "mem-allocated-bytes",
+        "mem-max-allocated-bytes",
+    ]
 
 
 def test_a_validation_has_its_loss_and_where_wanted_its_perplexity():

@@ -11,11 +11,18 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.start import ResumeSource, describe_start
 
-SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 5 "
+SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 5 --mock-data "
 
 
-def said(flags: str, progress: Progress) -> str:
-    return describe_start(resolve(parse_flags((SHAPE + flags).split()), 1, None), ResumeSource(None, None), progress)
+def said(flags: str, progress: Progress, shape: str = SHAPE) -> str:
+    return describe_start(resolve(parse_flags((shape + flags).split()), 1, None), ResumeSource(None, None), progress)
+
+
+@pytest.mark.parametrize("flags", ["", "--save {}", "--load {}"])
+def test_a_run_without_data_says_last_that_it_trains_on_generated_tokens(tmp_path: Path, flags: str) -> None:
+    said_by_run = said(flags.format(tmp_path / "new"), Progress(), SHAPE.replace("--mock-data", ""))
+    assert said_by_run.splitlines()[-1].startswith("WARNING: no flag names data, so this run trains on generated tokens; give --data-path")
+    assert "generated tokens" not in said(flags.format(tmp_path / "new"), Progress())
 
 
 @pytest.mark.parametrize(
