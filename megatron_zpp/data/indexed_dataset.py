@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_zpp.config.data_sources import number_in
+from megatron_zpp.config.near_names import nearest_name
 from megatron_zpp.data.data_file import DataFile
 from megatron_zpp.data.stored_array import Rows, StoredArray, held_if_small
 
@@ -220,12 +221,26 @@ def _hint(prefix: str) -> str:
 
 
 def _meant(words: str) -> str | None:
-    """The prefix that was probably meant by words that name no corpus: that of a file, or of one that was made from this text."""
+    """The prefix that was probably meant by words that name no corpus: of this file, made from this text, or of a like name."""
     prefix = next((words.removesuffix(ending) for ending in (".bin", ".idx", ".jsonl", ".json") if words.endswith(ending)), words)
     if prefix != words and os.path.isfile(f"{prefix}.idx"):
         return prefix
+    if any(os.path.isfile(f"{words}.{ending}") for ending in ("idx", "bin")):
+        return None  # one of its two files is missing
     made = sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
-    return made[0].removesuffix(".idx") if made else None
+    if made:
+        return made[0].removesuffix(".idx")
+    folder, name = os.path.split(prefix)
+    corpora = [path.removesuffix(".idx") for path in glob.glob("*.idx", root_dir=folder or ".")]
+    by_spelling = {spelling: corpus for corpus in corpora for spelling in _spellings(corpus)}
+    near = nearest_name(name, by_spelling)
+    return None if near is None else os.path.join(folder, by_spelling[near])
+
+
+def _spellings(corpus: str) -> tuple[str, ...]:
+    """The name of a corpus, and its beginnings if tools/preprocess_data.py gave it the name: PREFIX_KEY_document."""
+    of_key = corpus.removesuffix("_document")
+    return (corpus,) if of_key == corpus else (corpus, of_key, of_key.rpartition("_")[0])
 
 
 def _open(path: str) -> DataFile:

@@ -76,6 +76,25 @@ def test_a_prefix_is_proposed_only_if_it_exists(tmp_path: Path, ending: str) -> 
         IndexedDataset(str(tmp_path / f"my_text{ending}"))
 
 
+@pytest.mark.parametrize("words", ["my_txt", "my_txt.bin", "My_Text_document", "my_text_text_documnt", "my_text_text_documnt.idx"])
+def test_a_misspelled_prefix_is_refused_with_the_corpus_of_a_like_name(tmp_path: Path, words: str) -> None:
+    write_corpus(tmp_path, [[1]], name="other_corpus")
+    made = write_corpus(tmp_path, [[1]], name="my_text_text_document")
+    with pytest.raises(ValueError, match=rf"does not exist on this machine; did you mean {made}\? A corpus"):
+        IndexedDataset(str(tmp_path / words))
+    with pytest.raises(ValueError, match=r"does not exist on this machine; a corpus is named by"):
+        IndexedDataset(str(tmp_path / "unlike"))
+
+
+def test_a_corpus_of_which_one_file_is_missing_is_not_taken_for_another(tmp_path: Path) -> None:
+    write_corpus(tmp_path, [[1]], name="corpus1")
+    for ending in ("bin", "idx"):
+        prefix = write_corpus(tmp_path, [[1]], name="corpus2")
+        Path(f"{prefix}.{ending}").unlink()
+        with pytest.raises(ValueError, match=rf"corpus2\.{ending} does not exist on this machine; a corpus is named by"):
+            IndexedDataset(prefix)
+
+
 @pytest.mark.parametrize("words", ["my_text", "my_text.jsonl"])
 def test_who_names_the_text_is_told_the_corpus_that_was_made_from_it(tmp_path: Path, words: str) -> None:
     prefix = write_golden_corpus(tmp_path)

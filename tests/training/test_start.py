@@ -61,5 +61,12 @@ def test_a_run_that_loads_nothing_says_which_iterations_are_there_without_a_late
     assert f"{flags} has no latest_checkpointed_iteration.txt, only iterations 3, 12 (--ckpt-step or --load-last-good-checkpoint" in text
 
 
+def test_a_run_that_starts_anew_beside_checkpoints_of_a_like_name_names_them(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    expected = f"WARNING: --load {tmp_path / 'save'} holds no checkpoint (did you mean {tmp_path / 'saved'}?); starting from scratch"
+    assert said(f"--load {tmp_path / 'save'}", Progress()) == expected
+
+
 def test_standard_streams_and_the_null_device_have_no_earlier_run() -> None:
     assert [said(f"--log-jsonl {path}", Progress()) for path in ("/dev/stdout", "/dev/null")] == ["", ""]
