@@ -63,11 +63,14 @@ def check_may_begin_anew(checkpoint: CheckpointConfig) -> None:
         raise CheckpointError(f"--load {checkpoint.load} {why}, but {flag} needs one; correct the path, or leave {flag} out")
 
 
-def why_nothing_is_loaded(directory: Path) -> str:
-    """What follows `--load DIRECTORY` where `find_candidates` finds nothing in it."""
+def why_nothing_is_loaded(directory: Path, *, may_be_misspelled: bool = True) -> str:
+    """What follows `--load DIRECTORY` where `find_candidates` finds nothing in it.
+
+    may_be_misspelled: name a directory that may have been meant.
+    """
     iterations = ", ".join(map(str, saved_iterations(directory)))
     if not iterations:
-        return f"holds no checkpoint{meant_instead_of(directory)}"
+        return f"holds no checkpoint{meant_instead_of(directory) if may_be_misspelled else ''}"
     return f"has no {LATEST_FILE}, only iterations {iterations} (--ckpt-step or --load-last-good-checkpoint loads one)"
 
 

@@ -280,6 +280,6 @@ def check_value(spelling: str, value: Any, allowed: Choices | Bounds | None) -> 
 
 
 def _choice_in_words(value: Any, allowed: Choices) -> str:
-    meant = nearest_name(str(value), map(str, allowed))
+    meant = nearest_name(str(value), map(str, allowed), least_likeness=0.6)
     hint = f" (did you mean {meant}?)" if meant is not None else ""
     return f"choose {any_of(allowed)}{hint}."

@@ -217,12 +217,16 @@ def _hint(prefix: str) -> str:
     meant = _meant(prefix)
     if meant is not None:
         return f"did you mean {meant}? A"
+    if "," in prefix:
+        return "several corpora are separated by blanks. A"
     return "a" if number_in(prefix) is None else f"if {prefix} is a weight, every corpus needs one before it. A"
 
 
 def _meant(words: str) -> str | None:
     """The prefix that was probably meant by words that name no corpus: of this file, made from this text, or of a like name."""
-    prefix = next((words.removesuffix(ending) for ending in (".bin", ".idx", ".jsonl", ".json") if words.endswith(ending)), words)
+    prefix = next(
+        (words.removesuffix(ending) for ending in (".bin", ".idx", ".jsonl", ".json") if words.endswith(ending)), words.rstrip("/")
+    )
     if prefix != words and os.path.isfile(f"{prefix}.idx"):
         return prefix
     if any(os.path.isfile(f"{words}.{ending}") for ending in ("idx", "bin")):
@@ -231,16 +235,21 @@ def _meant(words: str) -> str | None:
     if made:
         return made[0].removesuffix(".idx")
     folder, name = os.path.split(prefix)
+    elsewhere = sorted(
+        glob.glob(f"{glob.escape(name)}/*.idx" if os.path.isdir(prefix) else f"*/{glob.escape(name)}.idx", root_dir=folder or ".")
+    )
+    if elsewhere:
+        return os.path.join(folder, elsewhere[0].removesuffix(".idx"))
     corpora = [path.removesuffix(".idx") for path in glob.glob("*.idx", root_dir=folder or ".")]
-    by_spelling = {spelling: corpus for corpus in corpora for spelling in _spellings(corpus)}
-    near = nearest_name(name, by_spelling)
-    return None if near is None else os.path.join(folder, by_spelling[near])
+    by_spelling = {spelling: corpus for corpus in corpora for spelling in (corpus, *_beginnings(corpus))}
+    near = filter(None, (nearest_name(spelling, by_spelling) for spelling in _beginnings(name) or [name]))
+    return next((os.path.join(folder, by_spelling[spelling]) for spelling in near), None)
 
 
-def _spellings(corpus: str) -> tuple[str, ...]:
-    """The name of a corpus, and its beginnings if tools/preprocess_data.py gave it the name: PREFIX_KEY_document."""
+def _beginnings(corpus: str) -> list[str]:
+    """The beginnings of a name that tools/preprocess_data.py gives, PREFIX_KEY_document; their common endings make all names alike."""
     of_key = corpus.removesuffix("_document")
-    return (corpus,) if of_key == corpus else (corpus, of_key, of_key.rpartition("_")[0])
+    return [] if of_key == corpus else [of_key, of_key.rpartition("_")[0]]
 
 
 def _open(path: str) -> DataFile:

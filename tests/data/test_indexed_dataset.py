@@ -82,8 +82,27 @@ def test_a_misspelled_prefix_is_refused_with_the_corpus_of_a_like_name(tmp_path:
     made = write_corpus(tmp_path, [[1]], name="my_text_text_document")
     with pytest.raises(ValueError, match=rf"does not exist on this machine; did you mean {made}\? A corpus"):
         IndexedDataset(str(tmp_path / words))
-    with pytest.raises(ValueError, match=r"does not exist on this machine; a corpus is named by"):
-        IndexedDataset(str(tmp_path / "unlike"))
+
+
+def test_a_corpus_of_another_name_with_the_same_ending_is_not_proposed(tmp_path: Path) -> None:
+    for name in ("train_text_document", "my_text_text_document"):
+        write_corpus(tmp_path, [[1]], name=name)
+    for words in ("valid_text_document", "my_valid_text_document", "unlike"):
+        with pytest.raises(ValueError, match=r"does not exist on this machine; a corpus is named by"):
+            IndexedDataset(str(tmp_path / words))
+
+
+@pytest.mark.parametrize("words", ["folder", "folder/", "made_document"])
+def test_a_folder_and_a_prefix_without_its_folder_are_refused_with_the_corpus_in_the_folder(tmp_path: Path, words: str) -> None:
+    (tmp_path / "folder").mkdir()
+    made = write_corpus(tmp_path / "folder", [[1]], name="made_document")
+    with pytest.raises(ValueError, match=rf"did you mean {made}\? A corpus"):
+        IndexedDataset(f"{tmp_path}/{words}")
+
+
+def test_prefixes_with_a_comma_between_them_are_refused_with_the_rule() -> None:
+    with pytest.raises(ValueError, match=r"^a,b\.idx does not exist .*; several corpora are separated by blanks\. A corpus"):
+        IndexedDataset("a,b")
 
 
 def test_a_corpus_of_which_one_file_is_missing_is_not_taken_for_another(tmp_path: Path) -> None:

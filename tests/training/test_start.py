@@ -66,6 +66,7 @@ def test_a_run_that_starts_anew_beside_checkpoints_of_a_like_name_names_them(tmp
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
     expected = f"WARNING: --load {tmp_path / 'save'} holds no checkpoint (did you mean {tmp_path / 'saved'}?); starting from scratch"
     assert said(f"--load {tmp_path / 'save'}", Progress()) == expected
+    assert "did you mean" not in said(f"--load {tmp_path / 'save'} --save {tmp_path / 'save'}", Progress())  # the first job of a run
 
 
 def test_standard_streams_and_the_null_device_have_no_earlier_run() -> None:
