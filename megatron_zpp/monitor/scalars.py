@@ -13,14 +13,8 @@ from megatron_zpp.monitor.interval_report import IntervalReport
 from megatron_zpp.monitor.training_line import perplexity_of, validation_name
 
 LOSS, TRAFFIC = "Loss", "Traffic"  # the part of a tag before "/" is its group
-TRAFFIC_KEYS = (
-    "inter_node_bytes",
-    "inter_node_bytes_per_iteration",
-    "intra_node_bytes",
-    "tensor_link_bytes",
-    "context_link_bytes",
-    "context_inter_node_bytes",
-)
+NODE_KEYS = ("inter_node_bytes", "inter_node_bytes_per_iteration", "intra_node_bytes")
+SHARED_KEYS = ("tensor_link_bytes", "context_link_bytes", "context_inter_node_bytes")  # 0 in runs without these links
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,8 @@ def iteration_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str,
     logged = report.json_object()
     scalars: dict[str, float | None] = {
         f"{LOSS}/training": report.lm_loss,
-        **{f"{TRAFFIC}/{key}": logged[key] for key in TRAFFIC_KEYS},
+        **{f"{TRAFFIC}/{key}": logged[key] for key in NODE_KEYS},
+        **{f"{TRAFFIC}/{key}": logged[key] or None for key in SHARED_KEYS},
         "iteration-time": report.elapsed_ms_per_iteration / 1000.0,
         "throughput": report.model_tflops_per_gpu,
     }

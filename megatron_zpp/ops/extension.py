@@ -46,9 +46,9 @@ OPS = (
     "decode_mean_gaussian",
     "drop_values",
 )
-# Measured on two cores of an AMD EPYC (AVX-512), four ranks, stage 3: a model of 4 layers of 256 took 1.4 s instead of 0.7 with ZeRO++ and
-# 2.3 s instead of 0.9 with lean, a larger one 14.3 s instead of 2.0 with lean. The codes alone take about 50 times as long.
-COST_ON_CPUS = "but a step that quantizes takes 2 to 7 times as long"
+# Measured with four ranks of stage 3 on two busy cores: a model of 4 layers of 256 took 1.5 to 2 times as long with ZeRO++ and 1.8 to 2.7
+# times with lean; another model took 14.3 s instead of 2.0 with lean. The codes alone take about 50 times.
+COST_ON_CPUS = "but a step that quantizes takes up to 7 times as long"
 LOSS_OPS = ("softmax_parts", "softmax_gradient")  # with kernels for GPUs only
 
 _loaded: Path | None = None  # the library of this process; torch keeps it until the process ends

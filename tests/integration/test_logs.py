@@ -20,14 +20,7 @@ TRAINING = "--train-iters 4 --untie-embeddings-and-output-weights --micro-batch-
 NORMS = "--log-params-norm --log-num-zeros-in-grad"
 TAGS = ("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm")
 VALIDATION_TAGS = ("lm loss validation", "lm loss validation ppl")
-TRAFFIC = (
-    "inter_node_bytes",
-    "inter_node_bytes_per_iteration",
-    "intra_node_bytes",
-    "tensor_link_bytes",
-    "context_link_bytes",
-    "context_inter_node_bytes",
-)
+TRAFFIC = ("inter_node_bytes", "inter_node_bytes_per_iteration", "intra_node_bytes")
 TIMERS = (
     "forward-backward batch-generator forward-compute backward-compute params-all-gather-inter params-all-gather-intra "
     "grads-reduce-scatter-intra grads-reduce-scatter-inter all-grads-sync optimizer optimizer-clip-main-grad optimizer-count-zeros "

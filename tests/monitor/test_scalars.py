@@ -57,9 +57,12 @@ def test_tags_drawn_against_iterations_alone_are_megatrons_in_seconds_and_model_
     }
 
 
-def test_the_bytes_of_every_link_are_drawn_and_are_those_of_the_record() -> None:
+def test_the_bytes_of_every_link_that_the_run_has_are_drawn_and_are_those_of_the_record() -> None:
     drawn = iteration_scalars(ON_GPU, ALL)
     assert OURS.items() <= drawn.items()
+    without = replace(ON_GPU, inter_node_bytes=0, tensor_link_bytes=0, context_link_bytes=0, context_inter_node_bytes=0)
+    of_nodes = ["inter_node_bytes", "inter_node_bytes_per_iteration", "intra_node_bytes"]
+    assert [tag for tag in iteration_scalars(without, ALL) if tag.startswith("Traffic/")] == [f"Traffic/{key}" for key in of_nodes]
     links = {key: value for key, value in ON_GPU.json_object().items() if "_node_bytes" in key or key.endswith("_link_bytes")}
     assert {tag.partition("/")[2]: value for tag, value in drawn.items() if tag.startswith("Traffic/")} == links
 
