@@ -149,7 +149,8 @@ def _losses(axes: "Axes", points: Points, label: str, smoothed_lines: int, **sty
 def _line(axes: "Axes", points: Points, label: str, **style: Any) -> None:
     if points:
         marks = style.pop("marks", _lone_points(points))
-        axes.plot(*zip(*points, strict=True), label=label, marker="o", markevery=marks, markersize=4, linewidth=1.5, **style)
+        marker = "o" if marks else ""  # the legend would show it
+        axes.plot(*zip(*points, strict=True), label=label, marker=marker, markevery=marks, markersize=4, linewidth=1.5, **style)
 
 
 def _lone_points(points: Points) -> list[int]:

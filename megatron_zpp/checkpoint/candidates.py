@@ -5,9 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_zpp.checkpoint.folders import LATEST_FILE, LatestError, find_checkpoint, newest_first, older_checkpoints, saved_iterations
+from megatron_zpp.checkpoint.folders import (
+    LATEST_FILE,
+    LatestError,
+    find_checkpoint,
+    meant_instead_of,
+    newest_first,
+    older_checkpoints,
+    saved_iterations,
+)
 from megatron_zpp.checkpoint.manifest import CheckpointError, is_complete
+from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.schema import CheckpointConfig
+
+# A run starts anew without a checkpoint, as jobs that are repeated do at first. Under these flags that cannot be meant.
+NEEDS_A_CHECKPOINT = ("finetune", "no_load_optim", "exit_on_missing_checkpoint")
 
 
 class Candidates(NamedTuple):
@@ -38,22 +50,27 @@ def find_candidates(checkpoint: CheckpointConfig) -> Candidates:
     if not found.folders and checkpoint.pretrained_checkpoint is not None:
         found = _in(Path(checkpoint.pretrained_checkpoint), None, may_be_older=may_be_older)
         if not found.folders:
-            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint; correct the path")
+            why = why_nothing_is_loaded(Path(checkpoint.pretrained_checkpoint))
+            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} {why}; correct the path")
     return found
 
 
 def check_may_begin_anew(checkpoint: CheckpointConfig) -> None:
-    """Raises CheckpointError under --exit-on-missing-checkpoint. Call it where `find_candidates` has found nothing."""
-    if checkpoint.load is not None and checkpoint.exit_on_missing_checkpoint:
+    """Raises CheckpointError under a flag of NEEDS_A_CHECKPOINT. Call it where `find_candidates` has found nothing."""
+    flag = next((spelling_of(name) for name in NEEDS_A_CHECKPOINT if getattr(checkpoint, name)), None)
+    if checkpoint.load is not None and flag is not None:
         why = why_nothing_is_loaded(Path(checkpoint.load))
-        raise CheckpointError(f"--load {checkpoint.load} {why} and --exit-on-missing-checkpoint is given; correct the path")
+        raise CheckpointError(f"--load {checkpoint.load} {why}, but {flag} needs one; correct the path, or leave {flag} out")
 
 
-def why_nothing_is_loaded(directory: Path) -> str:
-    """What follows `--load DIRECTORY` where `find_candidates` finds nothing in it."""
+def why_nothing_is_loaded(directory: Path, *, may_be_misspelled: bool = True) -> str:
+    """What follows `--load DIRECTORY` where `find_candidates` finds nothing in it.
+
+    may_be_misspelled: name a directory that may have been meant.
+    """
     iterations = ", ".join(map(str, saved_iterations(directory)))
     if not iterations:
-        return "holds no checkpoint"
+        return f"holds no checkpoint{meant_instead_of(directory) if may_be_misspelled else ''}"
     return f"has no {LATEST_FILE}, only iterations {iterations} (--ckpt-step or --load-last-good-checkpoint loads one)"
 
 

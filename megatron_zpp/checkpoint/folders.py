@@ -22,6 +22,7 @@ from pathlib import Path
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
 from megatron_zpp.checkpoint.manifest import ITERATION_NAME, MANIFEST_FILE, CheckpointError, is_complete, is_whole
 from megatron_zpp.checkpoint.other_programs import foreign_checkpoint
+from megatron_zpp.config.near_names import nearest_name
 from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.monitor.file_lock import try_lock
 from megatron_zpp.monitor.owner import own_token
@@ -82,6 +83,15 @@ def saved_iterations(directory: Path) -> list[int]:
     """The iterations that have a final folder, ascending, complete or not."""
     matches = (_NAME.fullmatch(path.name) for path in directory.glob("iter_*") if path.is_dir())
     return sorted(int(match["iteration"]) for match in matches if match and not match["stage"])
+
+
+def meant_instead_of(directory: Path) -> str:
+    """` (did you mean OTHER?)` with a directory of checkpoints that is in `directory`, or has a like name beside it; empty without one."""
+    names_beside = (path.parent.name for path in Path(os.path.abspath(directory)).parent.glob(f"*/{LATEST_FILE}"))
+    near = nearest_name(directory.name, (name for name in names_beside if name != directory.name))
+    inside = sorted(path.parent for path in directory.glob(f"*/{LATEST_FILE}"))
+    meant = inside or ([directory.with_name(near)] if near is not None else [])
+    return f" (did you mean {meant[0]}?)" if meant else ""
 
 
 def find_checkpoint(directory: Path, step: int | None) -> Path | None:
@@ -262,4 +272,4 @@ def _in_place(final: Path) -> Path | None:
 
 
 def _existing(directory: Path) -> str:
-    return ", ".join(map(str, saved_iterations(directory))) or "none"
+    return ", ".join(map(str, saved_iterations(directory))) or f"none{meant_instead_of(directory)}"

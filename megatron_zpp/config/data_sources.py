@@ -133,7 +133,9 @@ def _by_split(words_of: Mapping[str, tuple[str, Sequence[str]]]) -> DataSources:
 def _read_split_file(path: str) -> dict[str, tuple[str, Sequence[str]]]:
     spelling = "--per-split-data-args-path"
     remedy = f'give a JSON object of lists of words, such as {{"train": ["0.7", "a", "0.3", "b"]}}, with the keys {", ".join(SPLITS)}.'
-    found = OutsideFile(Path(path), f"{spelling} {path}", remedy, FlagError).members(has_unique_keys=True)
+    file = OutsideFile(Path(path), f"{spelling} {path}", remedy, FlagError)
+    file.check_is_there()
+    found = file.members(has_unique_keys=True)
     found.require_only(set(SPLITS))
     given = [split for split, words in found.values.items() if words is not None]
     return {split: (f"{spelling} {path} ({split})", words) for split in given if (words := _words(found, split))}
@@ -147,4 +149,6 @@ def _words(found: Members, split: str) -> list[str]:
 
 
 def _read(path: str, spelling: str) -> str:
-    return OutsideFile(Path(path), f"{spelling} {path}", "give a text file that every rank can read.", FlagError).text()
+    file = OutsideFile(Path(path), f"{spelling} {path}", "give a text file that every rank can read.", FlagError)
+    file.check_is_there()
+    return file.text()

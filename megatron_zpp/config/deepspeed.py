@@ -220,6 +220,7 @@ class Setting:
 def read_object(file: str) -> Mapping[str, Any]:
     """The object in a JSON file. Raises FlagError if the file is missing, is not JSON, is not an object, or has a key twice."""
     source = OutsideFile(Path(file), f"--deepspeed_config {file}", "give the path of a JSON object.", FlagError)
+    source.check_is_there()
     return source.members(has_unique_keys=True).values
 
 

@@ -23,12 +23,13 @@ def assume(config: Config) -> Config:
     """The configuration with data, length and learning rate. Each value that is filled in has a line in `assumptions` or `notices`.
 
     If both data and length are missing, the run is a benchmark: mock data, a short run, a constant learning rate.
-    Raises FlagError for data without a length or without a tokenizer.
+    Raises FlagError for data without a length or without a tokenizer, and for a tokenizer without data.
     """
     config = _with_gpt2_tokenizer(config)
     if config.data.names_corpora:
         _check_data_has_length_and_tokenizer(config)
         return _with_learning_rate(_with_loss_scale(config))
+    _check_no_data_are_forgotten(config)
     if _has_length(config):
         headline = "training on mock data" if config.data.mock_data else "no data is given: training on mock data"
         return _with_learning_rate(_with_loss_scale(_assuming(config, headline, _mock_values(config))))
@@ -63,6 +64,15 @@ def _check_data_has_length_and_tokenizer(config: Config) -> None:
         )
 
 
+def _check_no_data_are_forgotten(config: Config) -> None:
+    """Raises FlagError if the flags name the tokenizer of a text, but neither a text nor --mock-data."""
+    tokenizer = _named_tokenizer(config)
+    if tokenizer and not config.data.mock_data:
+        raise FlagError(
+            f"{tokenizer} names a tokenizer, but no flag names data; give --data-path, or --mock-data to train on generated tokens."
+        )
+
+
 def _with_gpt2_tokenizer(config: Config) -> Config:
     data = config.data
     if data.tokenizer_type is not None or data.vocab_file is None or data.merge_file is None:
@@ -72,12 +82,16 @@ def _with_gpt2_tokenizer(config: Config) -> Config:
 
 
 def _mock_values(config: Config) -> dict[str, Any]:
-    tokenizer_type = config.data.tokenizer_type
-    if tokenizer_type is None and not any(config.value_of(name) for name in TOKENIZER_FILES):
-        tokenizer_type = "NullTokenizer"
-    if tokenizer_type != "NullTokenizer":
-        return {"mock_data": True}
+    if _named_tokenizer(config):
+        return {}
     return {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": MOCK_VOCAB_SIZE}
+
+
+def _named_tokenizer(config: Config) -> str:
+    """The flags that name the tokenizer of a text, with their values; empty if there are none."""
+    if config.data.tokenizer_type == "NullTokenizer":
+        return ""
+    return " ".join(in_words(name, value) for name in ("tokenizer_type", *TOKENIZER_FILES) if (value := config.value_of(name)) is not None)
 
 
 def _with_learning_rate(config: Config) -> Config:

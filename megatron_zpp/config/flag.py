@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from megatron_zpp.config.near_names import nearest_name
 
 REQUIRED = "required"
 
@@ -279,7 +280,6 @@ def check_value(spelling: str, value: Any, allowed: Choices | Bounds | None) -> 
 
 
 def _choice_in_words(value: Any, allowed: Choices) -> str:
-    by_lower_case = {str(choice).lower(): choice for choice in allowed}
-    alike = difflib.get_close_matches(str(value).lower(), by_lower_case, n=1)
-    hint = f" (did you mean {by_lower_case[alike[0]]}?)" if alike else ""
+    meant = nearest_name(str(value), map(str, allowed), least_likeness=0.6)
+    hint = f" (did you mean {meant}?)" if meant is not None else ""
     return f"choose {any_of(allowed)}{hint}."

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_zpp.config.near_names import nearest_file
+
 SETTINGS_BYTES = 64 << 20  # of a file that a person writes, such as a list of corpora
 VOCABULARY_BYTES = 1 << 30
 LOG_LINE_BYTES = 16 << 20  # of a line in a log of a run
@@ -93,6 +95,12 @@ class OutsideFile:
         except OSError:
             return False
         return False
+
+    def check_is_there(self) -> None:
+        """Refuses a missing file that a flag names, with the file beside it that was probably meant."""
+        if self.is_missing():
+            meant = nearest_file(self.path)
+            self.refuse(f"does not exist on this machine{f' (did you mean {meant}?)' if meant is not None else ''}")
 
     def content(self) -> bytes:
         """All bytes of the file."""

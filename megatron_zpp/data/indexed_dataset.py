@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_zpp.config.data_sources import number_in
+from megatron_zpp.config.near_names import nearest_name
 from megatron_zpp.data.data_file import DataFile
 from megatron_zpp.data.stored_array import Rows, StoredArray, held_if_small
 
@@ -216,16 +217,39 @@ def _hint(prefix: str) -> str:
     meant = _meant(prefix)
     if meant is not None:
         return f"did you mean {meant}? A"
+    if "," in prefix:
+        return "several corpora are separated by blanks. A"
     return "a" if number_in(prefix) is None else f"if {prefix} is a weight, every corpus needs one before it. A"
 
 
 def _meant(words: str) -> str | None:
-    """The prefix that was probably meant by words that name no corpus: that of a file, or of one that was made from this text."""
-    prefix = next((words.removesuffix(ending) for ending in (".bin", ".idx", ".jsonl", ".json") if words.endswith(ending)), words)
+    """The prefix that was probably meant by words that name no corpus: of this file, made from this text, or of a like name."""
+    prefix = next(
+        (words.removesuffix(ending) for ending in (".bin", ".idx", ".jsonl", ".json") if words.endswith(ending)), words.rstrip("/")
+    )
     if prefix != words and os.path.isfile(f"{prefix}.idx"):
         return prefix
+    if any(os.path.isfile(f"{words}.{ending}") for ending in ("idx", "bin")):
+        return None  # one of its two files is missing
     made = sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
-    return made[0].removesuffix(".idx") if made else None
+    if made:
+        return made[0].removesuffix(".idx")
+    folder, name = os.path.split(prefix)
+    elsewhere = sorted(
+        glob.glob(f"{glob.escape(name)}/*.idx" if os.path.isdir(prefix) else f"*/{glob.escape(name)}.idx", root_dir=folder or ".")
+    )
+    if elsewhere:
+        return os.path.join(folder, elsewhere[0].removesuffix(".idx"))
+    corpora = [path.removesuffix(".idx") for path in glob.glob("*.idx", root_dir=folder or ".")]
+    by_spelling = {spelling: corpus for corpus in corpora for spelling in (corpus, *_beginnings(corpus))}
+    near = filter(None, (nearest_name(spelling, by_spelling) for spelling in _beginnings(name) or [name]))
+    return next((os.path.join(folder, by_spelling[spelling]) for spelling in near), None)
+
+
+def _beginnings(corpus: str) -> list[str]:
+    """The beginnings of a name that tools/preprocess_data.py gives, PREFIX_KEY_document; their common endings make all names alike."""
+    of_key = corpus.removesuffix("_document")
+    return [] if of_key == corpus else [of_key, of_key.rpartition("_")[0]]
 
 
 def _open(path: str) -> DataFile:

@@ -1,4 +1,7 @@
-"""The scalars of a run under Megatron-LM's tags, for any writer."""
+"""The scalars of a run, for any writer: those of Megatron-LM under its tags, and two groups of this program.
+
+TensorBoard sorts groups by name, capitals first, and shows the first two of them opened: LOSS and TRAFFIC.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,10 @@ from typing import Protocol
 
 from megatron_zpp.monitor.interval_report import IntervalReport
 from megatron_zpp.monitor.training_line import perplexity_of, validation_name
+
+LOSS, TRAFFIC = "Loss", "Traffic"  # the part of a tag before "/" is its group
+NODE_KEYS = ("inter_node_bytes", "inter_node_bytes_per_iteration", "intra_node_bytes")
+SHARED_KEYS = ("tensor_link_bytes", "context_link_bytes", "context_inter_node_bytes")  # 0 in runs without these links
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class ScalarWriter(Protocol):
 
 
 def interval_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str, float]:
-    """Scalars that are drawn against iterations and against samples."""
+    """Megatron-LM's scalars that are drawn against iterations and against samples."""
     scalars = {
         "learning-rate": report.learning_rate if choice.learning_rate else None,
         "batch-size": report.global_batch_size,
@@ -47,8 +54,15 @@ def interval_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str, 
 
 
 def iteration_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str, float]:
-    """Scalars that are drawn against iterations only; times are in seconds and the throughput counts model FLOPs, as in Megatron-LM."""
+    """Scalars that are drawn against iterations only: the loss again, the bytes of each link, and Megatron-LM's.
+
+    Times are in seconds and the throughput counts model FLOPs, as in Megatron-LM.
+    """
+    logged = report.json_object()
     scalars: dict[str, float | None] = {
+        f"{LOSS}/training": report.lm_loss,
+        **{f"{TRAFFIC}/{key}": logged[key] for key in NODE_KEYS},
+        **{f"{TRAFFIC}/{key}": logged[key] or None for key in SHARED_KEYS},
         "iteration-time": report.elapsed_ms_per_iteration / 1000.0,
         "throughput": report.model_tflops_per_gpu,
     }
@@ -62,8 +76,13 @@ def iteration_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str,
     return _known(scalars)
 
 
+def validation_loss(lm_loss: float, *, set_name: str = "") -> dict[str, float]:
+    """The loss of a validation beside that of training, drawn against iterations only. set_name: empty if there is only one set."""
+    return {f"{LOSS}/{validation_name(set_name)}": lm_loss}
+
+
 def validation_scalars(lm_loss: float, choice: ScalarChoice, *, set_name: str = "") -> dict[str, float]:
-    """Scalars of a validation, drawn against iterations and against samples. set_name: empty if there is only one set."""
+    """Megatron-LM's scalars of a validation, drawn against iterations and against samples. set_name: empty if there is only one set."""
     tag = f"lm loss {validation_name(set_name)}"
     scalars = {tag: lm_loss}
     if choice.validation_ppl:

@@ -36,8 +36,10 @@ def prepare_kernels(config: Config, device: torch.device, hosts: Sequence[str]) 
             f"{lacking_ranks(refused, hosts)}. "
             f"Run that command where these ranks run, or set {extension.REFERENCE_VARIABLE}=1 on every rank to train without kernels."
         )
-    if all(lacking) or not any(lacking):
+    if not any(lacking):
         return own
+    if all(lacking):
+        return f"WARNING: {own}" if any(refused) else own
     return f"WARNING: every rank waits for ranks without kernels of quantization and dropout; {lacking_ranks(lacking, hosts)}"
 
 

@@ -17,6 +17,7 @@ from megatron_zpp.monitor.scalars import (
     interval_scalars,
     iteration_scalars,
     timer_scalars,
+    validation_loss,
     validation_scalars,
 )
 from megatron_zpp.monitor.timers import BETWEEN_STEPS, NEVER_RAN, TIMER_NAMES, timer_lines
@@ -89,6 +90,7 @@ class Reporter:
         self._write_record({"iteration": progress.iteration, **named, "validation_loss": lm_loss})
         scalars = validation_scalars(lm_loss, self._choice, set_name=set_name)
         self._write_scalars(scalars, progress.iteration, progress.consumed_samples)
+        self._write_scalars(validation_loss(lm_loss, set_name=set_name), progress.iteration)
 
     def test(self, progress: Progress, lm_loss: float) -> None:
         """Writes the loss on the test set."""

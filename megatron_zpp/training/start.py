@@ -132,12 +132,21 @@ def with_remaining_batches(config: Config, progress: Progress, sample_groups: in
 
 
 def describe_start(config: Config, source: ResumeSource, progress: Progress, about_data: Sequence[str] = ()) -> str:
-    """Text about the loaded checkpoint, the flags that differ from it, and checkpoints and a log of another run; empty if there is none.
+    """Text about the loaded checkpoint, the flags that differ from it, checkpoints and a log of another run, and data that nobody named.
+
+    Empty if there is nothing to say.
 
     Must be called before the run logs its first line. about_data: lines about data that differ from those of the checkpoint's run.
     """
     lines = [_about_checkpoint(config, source, progress), *about_data, _about_save(config, progress), _about_log(config, progress)]
-    return "\n".join(filter(None, lines))
+    return "\n".join(filter(None, [*lines, _about_mock_data(config)]))
+
+
+def _about_mock_data(config: Config) -> str:
+    """A warning if the run assumes mock data. It is the last line before training, where no other output hides it."""
+    if not config.data.mock_data or "mock_data" in config.given:
+        return ""
+    return "WARNING: no flag names data, so this run trains on generated tokens; give --data-path, or --mock-data if this is meant"
 
 
 def _about_save(config: Config, progress: Progress) -> str:
@@ -165,7 +174,10 @@ def _about_log(config: Config, progress: Progress) -> str:
 def _about_checkpoint(config: Config, source: ResumeSource, progress: Progress) -> str:
     if source.stored is None:
         load = config.checkpoint.load
-        return "" if load is None else f"WARNING: --load {load} {why_nothing_is_loaded(Path(load))}; starting from scratch"
+        if load is None:
+            return ""
+        why = why_nothing_is_loaded(Path(load), may_be_misspelled=load != config.checkpoint.save)  # else it is the first job of a run
+        return f"WARNING: --load {load} {why}; starting from scratch"
     stored, manifest = source.stored, source.stored.manifest
     loaded = "weights of the checkpoint" if stored.weights_only else "checkpoint"
     lines = [*source.notices, f"  successfully loaded {loaded} from {stored.folder} at iteration {manifest.iteration}"]

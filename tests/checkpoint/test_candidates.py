@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness.stored_manifest import manifest_of_run, write_manifest
 
-from megatron_zpp.checkpoint.candidates import Candidates, find_candidates
+from megatron_zpp.checkpoint.candidates import Candidates, check_may_begin_anew, find_candidates
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.checkpoint.folders import LATEST_FILE, iteration_folder
 from megatron_zpp.checkpoint.manifest import MARKER_FILE, CheckpointError
@@ -96,6 +96,33 @@ def test_pretrained_weights_are_found_by_the_same_rules(directory: Path, tmp_pat
     assert found(tmp_path / "none", f"{LAST_GOOD} {flags}").folders == folders(directory, 4, 2, 1)
     with pytest.raises(CheckpointError, match="instead of an iteration"):
         found(tmp_path / "none", flags)
+
+
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim", "--exit-on-missing-checkpoint"])
+def test_a_flag_that_needs_a_checkpoint_refuses_a_folder_without_one_and_names_the_one_that_was_meant(tmp_path: Path, flag: str) -> None:
+    for name in ("my_checkpoints", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LATEST_FILE).write_text("4")
+    for given, meant in (("my_chekpoints", "my_checkpoints"), ("", "my_checkpoints"), ("unlike", None)):
+        load = tmp_path / given
+        checkpoint = parse_flags(f"--load {load} {flag}".split()).checkpoint
+        assert find_candidates(checkpoint) == Candidates()
+        with pytest.raises(CheckpointError) as error:
+            check_may_begin_anew(checkpoint)
+        hint = f" (did you mean {tmp_path / meant}?)" if meant else ""
+        assert str(error.value) == f"--load {load} holds no checkpoint{hint}, but {flag} needs one; correct the path, or leave {flag} out"
+
+
+@pytest.mark.parametrize("flags", ["", LAST_GOOD, "--override-opt-param-scheduler", "--use-checkpoint-args"])
+def test_flags_of_a_job_that_is_repeated_let_it_begin_anew(tmp_path: Path, flags: str) -> None:
+    check_may_begin_anew(parse_flags(f"--load {tmp_path} {flags}".split()).checkpoint)
+
+
+@pytest.mark.parametrize("flag", ["--ckpt-step 3 --load", "--pretrained-checkpoint"])
+def test_a_folder_without_the_checkpoint_that_is_asked_for_is_refused_with_the_one_that_was_meant(directory: Path, flag: str) -> None:
+    typo = directory.with_name(f"{directory.name}x")
+    with pytest.raises(CheckpointError, match=rf"\(did you mean {directory}\?\)"):
+        find_candidates(parse_flags(f"{flag} {typo}".split()).checkpoint)
 
 
 @pytest.mark.parametrize("latest", ["4", ""])

@@ -73,9 +73,9 @@ def test_a_json_file_of_another_kind_is_refused(text: str, tmp_path: Path) -> No
         (DataConfig(data_path=("a",), train_data_path=("b",)), "--data-path and --train-data-path exclude each other"),
         (DataConfig(data_path=("a",), data_args_path="file"), "--data-path and --data-args-path exclude each other"),
         (DataConfig(valid_data_path=("b",)), "--valid-data-path leaves training without a corpus"),
-        (DataConfig(data_args_path="nowhere"), "--data-args-path nowhere cannot be read"),
+        (DataConfig(data_args_path="nowhere"), "--data-args-path nowhere does not exist on this machine"),
         (DataConfig(data_args_path="/dev/null"), "--data-args-path /dev/null cannot be read \\(it is a device, not a regular file\\)"),
-        (DataConfig(per_split_data_args_path="nowhere"), "--per-split-data-args-path nowhere cannot be read"),
+        (DataConfig(per_split_data_args_path="nowhere"), "--per-split-data-args-path nowhere does not exist on this machine"),
     ],
 )
 def test_flags_that_cannot_be_together_or_read_are_refused(data: DataConfig, words: str) -> None:

@@ -521,7 +521,7 @@ def test_a_file_that_cannot_be_understood_is_named_with_the_place(text, words):
 
 def test_a_missing_file_and_a_folder_are_named():
     with pytest.raises(
-        FlagError, match="^--deepspeed_config nothing.json cannot be read \\(No such file or directory\\); give the path of a JSON object.$"
+        FlagError, match="^--deepspeed_config nothing.json does not exist on this machine; give the path of a JSON object.$"
     ):
         with_deepspeed_json(parse_flags("--deepspeed_config nothing.json".split()), ranks(1))
     with pytest.raises(FlagError, match="Is a directory"):

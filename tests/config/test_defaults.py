@@ -4,6 +4,7 @@ import pytest
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.defaults import banner
+from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -76,13 +77,36 @@ def test_length_without_data_assumes_mock_data_and_keeps_megatrons_other_default
 
 
 def test_mock_data_with_a_real_tokenizer_keeps_it():
-    config = resolved("--train-iters 7 --tokenizer-type SentencePieceTokenizer --tokenizer-model m")
-    assert (config.data.tokenizer_type, config.data.vocab_size) == ("SentencePieceTokenizer", None)
-    assert config.assumptions[1:] == ("--mock-data",)
+    for length in ("--train-iters 7 ", ""):
+        config = resolved(f"{length}--mock-data --tokenizer-type SentencePieceTokenizer --tokenizer-model m")
+        assert (config.data.tokenizer_type, config.data.vocab_size) == ("SentencePieceTokenizer", None)
+        assert "--mock-data" not in config.assumptions
+
+
+@pytest.mark.parametrize("length", ["", "--train-iters 7 --save saved "])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model m",
+        "--tokenizer-model m",
+        "--vocab-file v --merge-file m",
+        "--tokenizer-type TikTokenizer",
+    ],
+)
+def test_a_tokenizer_without_data_is_refused_rather_than_trained_on_generated_tokens(length, tokenizer):
+    with pytest.raises(
+        FlagError, match=r"names a tokenizer, but no flag names data; give --data-path, or --mock-data to train on gen"
+    ) as error:
+        resolved(length + tokenizer)
+    assert tokenizer in str(error.value)
+
+
+def test_the_tokenizer_of_generated_tokens_needs_no_data():
+    assert resolved("--train-iters 7 --tokenizer-type NullTokenizer --vocab-size 100").data.mock_data
 
 
 def test_gpt2_files_without_a_type_are_a_gpt2_tokenizer():
-    for data in ("", "--data-path corpus "):
+    for data in ("--mock-data ", "--data-path corpus "):
         config = resolved(data + "--train-iters 7 --lr 1 --vocab-file v --merge-file m")
         assert (config.data.tokenizer_type, config.data.vocab_size) == ("GPT2BPETokenizer", None)
         assert "--tokenizer-type is not given: GPT2BPETokenizer is used, to which --vocab-file and --merge-file belong" in config.notices

@@ -76,6 +76,44 @@ def test_a_prefix_is_proposed_only_if_it_exists(tmp_path: Path, ending: str) -> 
         IndexedDataset(str(tmp_path / f"my_text{ending}"))
 
 
+@pytest.mark.parametrize("words", ["my_txt", "my_txt.bin", "My_Text_document", "my_text_text_documnt", "my_text_text_documnt.idx"])
+def test_a_misspelled_prefix_is_refused_with_the_corpus_of_a_like_name(tmp_path: Path, words: str) -> None:
+    write_corpus(tmp_path, [[1]], name="other_corpus")
+    made = write_corpus(tmp_path, [[1]], name="my_text_text_document")
+    with pytest.raises(ValueError, match=rf"does not exist on this machine; did you mean {made}\? A corpus"):
+        IndexedDataset(str(tmp_path / words))
+
+
+def test_a_corpus_of_another_name_with_the_same_ending_is_not_proposed(tmp_path: Path) -> None:
+    for name in ("train_text_document", "my_text_text_document"):
+        write_corpus(tmp_path, [[1]], name=name)
+    for words in ("valid_text_document", "my_valid_text_document", "unlike"):
+        with pytest.raises(ValueError, match=r"does not exist on this machine; a corpus is named by"):
+            IndexedDataset(str(tmp_path / words))
+
+
+@pytest.mark.parametrize("words", ["folder", "folder/", "made_document"])
+def test_a_folder_and_a_prefix_without_its_folder_are_refused_with_the_corpus_in_the_folder(tmp_path: Path, words: str) -> None:
+    (tmp_path / "folder").mkdir()
+    made = write_corpus(tmp_path / "folder", [[1]], name="made_document")
+    with pytest.raises(ValueError, match=rf"did you mean {made}\? A corpus"):
+        IndexedDataset(f"{tmp_path}/{words}")
+
+
+def test_prefixes_with_a_comma_between_them_are_refused_with_the_rule() -> None:
+    with pytest.raises(ValueError, match=r"^a,b\.idx does not exist .*; several corpora are separated by blanks\. A corpus"):
+        IndexedDataset("a,b")
+
+
+def test_a_corpus_of_which_one_file_is_missing_is_not_taken_for_another(tmp_path: Path) -> None:
+    write_corpus(tmp_path, [[1]], name="corpus1")
+    for ending in ("bin", "idx"):
+        prefix = write_corpus(tmp_path, [[1]], name="corpus2")
+        Path(f"{prefix}.{ending}").unlink()
+        with pytest.raises(ValueError, match=rf"corpus2\.{ending} does not exist on this machine; a corpus is named by"):
+            IndexedDataset(prefix)
+
+
 @pytest.mark.parametrize("words", ["my_text", "my_text.jsonl"])
 def test_who_names_the_text_is_told_the_corpus_that_was_made_from_it(tmp_path: Path, words: str) -> None:
     prefix = write_golden_corpus(tmp_path)

@@ -23,7 +23,7 @@ CELLS = [(words, answer) for cell, answer in ROWS for words in re.findall(r"`([^
 def test_a_flag_of_the_table_gets_its_answer(words: str, answer: str) -> None:
     given = [*SHAPE, *shlex.split(words)]
     if "tokenizer-type" in words:
-        given += ["--tokenizer-model", "m"]
+        given += ["--tokenizer-model", "m", "--mock-data"]
     if answer == "refused":
         with pytest.raises(FlagError, match=f"^{shlex.split(words)[0]} .*is not (accepted|available)"):
             resolve(parse_flags(given), RANKS, RANKS)

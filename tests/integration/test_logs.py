@@ -20,6 +20,7 @@ TRAINING = "--train-iters 4 --untie-embeddings-and-output-weights --micro-batch-
 NORMS = "--log-params-norm --log-num-zeros-in-grad"
 TAGS = ("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm")
 VALIDATION_TAGS = ("lm loss validation", "lm loss validation ppl")
+TRAFFIC = ("inter_node_bytes", "inter_node_bytes_per_iteration", "intra_node_bytes")
 TIMERS = (
     "forward-backward batch-generator forward-compute backward-compute params-all-gather-inter params-all-gather-intra "
     "grads-reduce-scatter-intra grads-reduce-scatter-inter all-grads-sync optimizer optimizer-clip-main-grad optimizer-count-zeros "
@@ -115,14 +116,20 @@ def test_progress_names_the_start_and_the_checkpoint(told: ToldRun) -> None:
     assert [line.split("# GPUs: 4\t")[1] for line in lines] == ["Starting job", "Saved checkpoint\tIteration: 4"]
 
 
-def test_event_files_carry_megatrons_tags(told: ToldRun) -> None:
+def test_event_files_carry_megatrons_tags_and_those_of_losses_and_bytes(told: ToldRun) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     accumulator = accumulators.EventAccumulator(str(told.folder / "points"))
     accumulator.Reload()
     tags = set(accumulator.Tags()["scalars"])
     expected = {*TAGS, *VALIDATION_TAGS} | {f"{tag} vs samples" for tag in (*TAGS, *VALIDATION_TAGS)}
     expected |= {"iteration-time", "throughput", "mem-allocated-bytes", "mem-max-allocated-bytes"} | {f"{name}-time" for name in TIMERS}
+    expected |= {"Loss/training", "Loss/validation"} | {f"Traffic/{key}" for key in TRAFFIC}
     assert tags == expected
+    for record in told.records:
+        if "lm_loss" in record:
+            drawn = {key: {event.step: event.value for event in accumulator.Scalars(f"Traffic/{key}")} for key in TRAFFIC}
+            last_step = {key: values[record["iteration"]] for key, values in drawn.items() if key != "inter_node_bytes_per_iteration"}
+            assert last_step == {key: record[key] for key in last_step}
     assert [event.step for event in accumulator.Scalars("lm loss")] == [1, 2, 3, 4]
     assert [event.step for event in accumulator.Scalars("lm loss vs samples")] == [8, 16, 24, 32]
 

@@ -29,13 +29,20 @@ def test_the_command_builds_for_the_environment_that_lacks_kernels() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
-def test_without_a_build_nothing_is_compiled_and_the_report_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_build_nothing_is_compiled_and_the_report_names_folder_cost_and_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(extension.REFERENCE_VARIABLE, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert not extension.load()
     assert not extension.has_kernels_for("cpu")
     assert list(tmp_path.iterdir()) == []
-    assert extension.report().endswith(f"same bits, slower. This builds the kernels: {extension.build_command(Path(sys.prefix))}")
+    assert (
+        f"because {tmp_path}/megatron_zpp holds no kernels for this torch and this machine (a user with another HOME" in extension.report()
+    )
+    assert extension.report().endswith(f"as long. This builds the kernels: {extension.build_command(Path(sys.prefix))}")
+    assert "a step that quantizes takes up to 7 times as long. " in extension.report("cpu")
+    assert ": same bits, slower. " in extension.report("cuda")  # not measured on GPUs, where such a run is refused
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -55,7 +62,7 @@ def test_a_build_that_is_damaged_is_not_loaded_and_the_report_names_it(
     assert not extension.load()
     reason = f"cannot be loaded ({library}: file too short)" if has_digest else "cannot be verified ("
     assert extension.report().startswith(f"Quantization and dropout run on the plain-torch reference, because {library} {reason}")
-    assert extension.report().endswith(f"same bits, slower. This builds the kernels: {extension.build_command(Path(sys.prefix))}")
+    assert extension.report().endswith(f"as long. This builds the kernels: {extension.build_command(Path(sys.prefix))}")
 
 
 @pytest.mark.usefixtures("no_kernels")

@@ -366,9 +366,9 @@ def test_a_vocabulary_of_files_is_counted(tmp_path: Path) -> None:
     vocab_file, merge_file = write_gpt2_files(tmp_path, 300)
     files = ["--vocab-file", vocab_file, "--merge-file", merge_file]
     for kind in ([], ["--tokenizer-type", "GPT2BPETokenizer"]):
-        assert plan_run._vocab_size(parse_flags([*files, *kind])) == 300
+        assert plan_run._vocab_size(parse_flags(["--mock-data", *files, *kind])) == 300
     with pytest.raises(ValueError, match="needs --vocab-file"):
-        plan_run._vocab_size(parse_flags(["--tokenizer-type", "GPT2BPETokenizer", "--merge-file", merge_file]))
+        plan_run._vocab_size(parse_flags(["--mock-data", "--tokenizer-type", "GPT2BPETokenizer", "--merge-file", merge_file]))
 
 
 @pytest.mark.usefixtures("groups_as_given")

@@ -40,6 +40,14 @@ def test_the_three_plots_hold_the_logged_values(log: Path) -> None:
     assert points(traffic) == [([10, 20, 30], [3.0, 3.0, 3.0]), ([10, 20, 30], [6.0, 6.0, 6.0])]
 
 
+def test_the_legend_has_a_dot_only_for_a_line_that_has_dots(log: Path, tmp_path: Path) -> None:
+    lone = write_json_lines(tmp_path / "lone.jsonl", [training(10, 7.0)])
+    for path, training_mark in ((log, ""), (lone, "o")):
+        loss, *_ = draw([read_history(path, "one")], Look()).axes
+        marks = {line.get_label(): line.get_marker() for line in loss.get_legend().get_lines()}
+        assert marks["training"] == training_mark and marks.get("validation", "o") == "o"
+
+
 def test_several_runs_share_the_plots_each_in_its_own_color_and_under_its_own_name(log: Path, tmp_path: Path) -> None:
     other = write_json_lines(tmp_path / "other.jsonl", [training(10, 8.0), validation(10, 8.5)])
     loss, rate, traffic = draw([read_history(log, "one"), read_history(other, "two")], Look()).axes

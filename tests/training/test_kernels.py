@@ -20,7 +20,7 @@ from megatron_zpp.training.kernels import lacking_ranks, prepare_kernels
 HOSTS = ["a", "a", "b", "b"]
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 COMMAND = extension.build_command(Path(sys.prefix))
-MISSING = f"Quantization and dropout run on the plain-torch reference: same bits, slower. This builds the kernels: {COMMAND}"
+MISSING = f"Quantization and dropout run on the plain-torch reference, because nothing is built. This builds the kernels: {COMMAND}"
 Gather = Callable[[str], list[str]]
 
 
@@ -38,12 +38,15 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, own: bool, others: list[bool], asked: list[bool] | None = None) -> None:
-    """This is rank 0; own, others: whether it and the other ranks have kernels. asked: the ranks that want the reference."""
+    """This is rank 0; own, others: whether it and the other ranks have kernels. asked: the ranks that want the reference.
+
+    Ranks without kernels report the same as this one if it lacks them too.
+    """
     wants = asked or [False] * 4
     monkeypatch.setattr(extension, "has_kernels_for", lambda device_type: own)
     monkeypatch.setattr(extension, "wants_reference", lambda environment: wants[0])
     answers = [["" if has_kernels else MISSING for has_kernels in others], ["" if wanted else "unasked" for wanted in wants[1:]]]
-    monkeypatch.setattr(kernels, "gather_texts", lambda text: [text, *answers.pop(0)])
+    monkeypatch.setattr(kernels, "gather_texts", lambda text: [text, *((answer and text) or answer for answer in answers.pop(0))])
 
 
 def test_a_world_of_gpus_refuses_ranks_without_kernels_and_names_them_their_host_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +66,7 @@ def test_a_world_of_gpus_that_built_nothing_is_refused_as_well(monkeypatch: pyte
 
 def test_a_world_of_gpus_that_built_nothing_trains_if_only_hidden_dropout_needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, own=False, others=[False] * 3)
-    assert prepare_kernels(config_of("--hidden-dropout 0.1"), CUDA, HOSTS) == extension.report("cuda")
+    assert prepare_kernels(config_of("--hidden-dropout 0.1"), CUDA, HOSTS) == f"WARNING: {extension.report('cuda')}"
     stand_in(monkeypatch, own=False, others=[False, True, True])
     with pytest.raises(StartupError, match="them; ranks 0, 1 on a: "):
         prepare_kernels(config_of("--hidden-dropout 0.1"), CUDA, HOSTS)
@@ -94,8 +97,10 @@ def test_where_all_ranks_have_kernels_the_line_is_that_of_one(device: torch.devi
     assert prepare_kernels(config_of(), device, HOSTS) == extension.report(device.type)
 
 
-def test_a_cpu_world_without_kernels_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_world_without_kernels_is_warned_in_one_line_unless_it_was_told_to_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, own=False, others=[False] * 3)
+    assert prepare_kernels(config_of(), CPU, HOSTS) == f"WARNING: {extension.report('cpu')}"
+    stand_in(monkeypatch, own=False, others=[False] * 3, asked=[True] * 4)
     assert prepare_kernels(config_of(), CPU, HOSTS) == extension.report("cpu")
 
 

@@ -11,11 +11,18 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.start import ResumeSource, describe_start
 
-SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 5 "
+SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 5 --mock-data "
 
 
-def said(flags: str, progress: Progress) -> str:
-    return describe_start(resolve(parse_flags((SHAPE + flags).split()), 1, None), ResumeSource(None, None), progress)
+def said(flags: str, progress: Progress, shape: str = SHAPE) -> str:
+    return describe_start(resolve(parse_flags((shape + flags).split()), 1, None), ResumeSource(None, None), progress)
+
+
+@pytest.mark.parametrize("flags", ["", "--save {}", "--load {}"])
+def test_a_run_without_data_says_last_that_it_trains_on_generated_tokens(tmp_path: Path, flags: str) -> None:
+    said_by_run = said(flags.format(tmp_path / "new"), Progress(), SHAPE.replace("--mock-data", ""))
+    assert said_by_run.splitlines()[-1].startswith("WARNING: no flag names data, so this run trains on generated tokens; give --data-path")
+    assert "generated tokens" not in said(flags.format(tmp_path / "new"), Progress())
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,14 @@ def test_a_run_that_loads_nothing_says_which_iterations_are_there_without_a_late
         (tmp_path / "saved" / f"iter_{iteration:07d}").mkdir(parents=True)
     text = said(flags, Progress())
     assert f"{flags} has no latest_checkpointed_iteration.txt, only iterations 3, 12 (--ckpt-step or --load-last-good-checkpoint" in text
+
+
+def test_a_run_that_starts_anew_beside_checkpoints_of_a_like_name_names_them(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    expected = f"WARNING: --load {tmp_path / 'save'} holds no checkpoint (did you mean {tmp_path / 'saved'}?); starting from scratch"
+    assert said(f"--load {tmp_path / 'save'}", Progress()) == expected
+    assert "did you mean" not in said(f"--load {tmp_path / 'save'} --save {tmp_path / 'save'}", Progress())  # the first job of a run
 
 
 def test_standard_streams_and_the_null_device_have_no_earlier_run() -> None:

@@ -15,7 +15,11 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: str | None = flag(None, help="Folder to save checkpoints in, on a file system that all ranks share.", unit="path")
-    load: str | None = flag(None, help="Folder to load a checkpoint from; if it holds none, the run starts from scratch.", unit="path")
+    load: str | None = flag(
+        None,
+        help="Folder to load a checkpoint from; if it holds none, the run starts from scratch, unless a flag below needs one.",
+        unit="path",
+    )
     save_interval: int | None = flag(
         None,
         help="Iterations from one checkpoint to the next; the end of training is always saved under --save.",

@@ -71,7 +71,9 @@ class DataConfig:
         unit="path",
     )
     split: str = flag("969, 30, 1", help="Shares of documents for training, validation and test.", unit="parts", is_phrase=True)
-    mock_data: bool = flag(False, help="Train on generated tokens instead of files; assumed if no flag names a corpus.")
+    mock_data: bool = flag(
+        False, help="Train on generated tokens instead of files; assumed if no flag names a corpus or a tokenizer of texts."
+    )
     tokenizer_type: str = flag(
         None,
         help="Tokenizer of the corpus.",

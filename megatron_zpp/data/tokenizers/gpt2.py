@@ -1,6 +1,5 @@
 """GPT-2's byte-pair encoding, read from vocab.json and merges.txt."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
+from megatron_zpp.data.tokenizers.file_kinds import MERGES, VOCABULARY, naming_other_kind
 
 END_OF_TEXT = "<|endoftext|>"
 IDS = 2**31  # ids are int32
@@ -32,9 +32,10 @@ class GPT2BPETokenizer(BytePairEncoding):
 
     def __init__(self, vocab_path: str, merge_path: str) -> None:
         vocabulary = read_vocabulary(vocab_path)
-        ranks = _ranks(read_merges(merge_path), merge_path)
         self.eod = vocabulary[END_OF_TEXT]
-        ids = np.array([_id_of(token, vocabulary, vocab_path, merge_path) for token in ranks], dtype=np.int32)
+        with naming_other_kind(_merge_file(merge_path), MERGES):
+            ranks = _ranks(read_merges(merge_path), merge_path)
+            ids = np.array([_id_of(token, vocabulary, vocab_path, merge_path) for token in ranks], dtype=np.int32)
         reached = set(ids.tolist())
         added = {token_id: token for token, token_id in vocabulary.items() if token_id not in reached}
         super().__init__(PATTERN, ranks, ids, added, fast_scheme="gpt2", splits_runs=True)
@@ -42,12 +43,13 @@ class GPT2BPETokenizer(BytePairEncoding):
 
 def read_vocabulary(path: str) -> dict[str, int]:
     """The id of every token in GPT-2's letters. Raises ValueError for another file, and for one without <|endoftext|>."""
-    _require_file("--vocab-file", path, "a vocab.json")
     source = OutsideFile(Path(path), f"--vocab-file {path}", "give a vocab.json.", most_bytes=VOCABULARY_BYTES)
-    members = source.members()
-    for token, token_id in members.values.items():
-        if type(token_id) is not int or not 0 <= token_id < IDS:
-            members.refuse(token, f"an id, a whole number from 0 to {IDS - 1}")
+    source.check_is_there()
+    with naming_other_kind(source, VOCABULARY):
+        members = source.members()
+        for token, token_id in members.values.items():
+            if type(token_id) is not int or not 0 <= token_id < IDS:
+                members.refuse(token, f"an id, a whole number from 0 to {IDS - 1}")
     vocabulary = dict(members.values)
     if len(set(vocabulary.values())) < len(vocabulary):
         raise ValueError(f"--vocab-file {path} gives one id to two tokens; give the file that belongs to --merge-file.")
@@ -58,10 +60,10 @@ def read_vocabulary(path: str) -> dict[str, int]:
 
 def read_merges(path: str) -> list[tuple[str, str]]:
     """The pairs of tokens in GPT-2's letters that merge, in order. A first line with a version is not a merge."""
-    _require_file("--merge-file", path, "a merges.txt")
-    lines = OutsideFile(Path(path), f"--merge-file {path}", "give a merges.txt.", most_bytes=VOCABULARY_BYTES).text().split("\n")
+    file = _merge_file(path)
+    file.check_is_there()
     merges = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(file.text().split("\n"), 1):
         pair = line.split()
         if not pair or (number == 1 and line.startswith("#version")):
             continue
@@ -69,6 +71,10 @@ def read_merges(path: str) -> list[tuple[str, str]]:
             raise ValueError(f"--merge-file {path}, line {number}: {line!r} is not two tokens in GPT-2's letters; give a merges.txt.")
         merges.append((pair[0], pair[1]))
     return merges
+
+
+def _merge_file(path: str) -> OutsideFile:
+    return OutsideFile(Path(path), f"--merge-file {path}", "give a merges.txt.", most_bytes=VOCABULARY_BYTES)
 
 
 def _ranks(merges: Sequence[tuple[str, str]], path: str) -> dict[bytes, int]:
@@ -91,8 +97,3 @@ def _id_of(token: bytes, vocabulary: dict[str, int], vocab_path: str, merge_path
             f"--vocab-file {vocab_path} lacks {spelling!r}, which --merge-file {merge_path} makes; give files of one tokenizer."
         )
     return vocabulary[spelling]
-
-
-def _require_file(flag: str, path: str, kind: str) -> None:
-    if not os.path.exists(path):
-        raise ValueError(f"{flag} {path} does not exist on this machine; give {kind}.")

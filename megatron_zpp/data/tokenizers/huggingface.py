@@ -9,6 +9,7 @@ from typing import Any
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS, IDS, FastEncoder, NotServed, from_tokenizer_json
+from megatron_zpp.data.tokenizers.file_kinds import TOKENIZER_JSON, naming_other_kind
 from megatron_zpp.data.tokenizers.files_beside import FilesBeside
 from megatron_zpp.data.tokenizers.served_text import KnownCharacters
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
@@ -115,17 +116,18 @@ def _load(path: Path, model_path: str) -> Any:
             "--tokenizer-type HuggingFaceTokenizer needs package tokenizers, which is not installed; run: pip install tokenizers"
         ) from None
     if not path.exists():
-        raise ValueError(
-            f"--tokenizer-model {model_path} has no tokenizer.json on this machine, and nothing is downloaded; give the file or its folder."
-        )
+        given = OutsideFile(Path(model_path), f"--tokenizer-model {model_path}", "give the file or its folder.")
+        with naming_other_kind(given, TOKENIZER_JSON):
+            given.refuse("has no tokenizer.json on this machine, and nothing is downloaded")
     source = OutsideFile(path, f"--tokenizer-model {path}", "give the file of a fast tokenizer.", most_bytes=VOCABULARY_BYTES)
-    content = source.content()
-    try:
-        return tokenizers.Tokenizer.from_buffer(content)
-    except BaseException as error:  # the package raises Exception itself, and panics with a BaseException of its own
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        source.refuse(f"is not a tokenizer.json ({error})")
+    with naming_other_kind(source, TOKENIZER_JSON):
+        content = source.content()
+        try:
+            return tokenizers.Tokenizer.from_buffer(content)
+        except BaseException as error:  # the package raises Exception itself, and panics with a BaseException of its own
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            source.refuse(f"is not a tokenizer.json ({error})")
 
 
 def _end_token(path: Path, beside: FilesBeside, vocabulary: dict[str, int]) -> str:

@@ -9,6 +9,7 @@ import sentencepiece
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS, FastEncoder, from_sentencepiece
+from megatron_zpp.data.tokenizers.file_kinds import SENTENCEPIECE, naming_other_kind
 from megatron_zpp.data.tokenizers.sentencepiece_model import SPACE, check_served
 from megatron_zpp.data.tokenizers.served_text import WithoutSpellings
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
@@ -120,12 +121,12 @@ class AddingTokenizer(PieceTokenizer):
 
 def _load_model(path: str) -> sentencepiece.SentencePieceProcessor:
     file = OutsideFile(Path(path), f"--tokenizer-model {path}", "give a SentencePiece .model file.", most_bytes=VOCABULARY_BYTES)
-    if file.is_missing():
-        raise ValueError(f"--tokenizer-model {path} does not exist on this machine; give a SentencePiece .model file.")
-    content = file.content()
-    if not content:
-        file.refuse("is empty")  # the package would take it for no model at all
-    try:
-        return sentencepiece.SentencePieceProcessor(model_proto=content)
-    except (RuntimeError, OSError) as error:
-        file.refuse(f"is not a SentencePiece model ({error})")
+    file.check_is_there()
+    with naming_other_kind(file, SENTENCEPIECE):
+        content = file.content()
+        if not content:
+            file.refuse("is empty")  # the package would take it for no model at all
+        try:
+            return sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, OSError) as error:
+            file.refuse(f"is not a SentencePiece model ({error})")

@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
+from megatron_zpp.data.tokenizers.file_kinds import RANKED_TOKENS, naming_other_kind
 
 # The values of Megatron's --tiktoken-pattern: how a text is cut before bytes are merged.
 PATTERNS = {
@@ -70,14 +70,14 @@ def _check_special_tokens(names: Sequence[str], num_special_tokens: int) -> None
 
 def _read_tokens(path: str) -> list[bytes]:
     """The tokens of a file in the order of their ranks; the first 256 are the bytes. Raises ValueError for another kind of file."""
-    if not os.path.exists(path):
-        raise ValueError(f"--tokenizer-model {path} does not exist on this machine; give a .tiktoken file, or a .json file of tokens.")
     remedy = 'a .tiktoken file has lines of base64 and rank, a .json file a list of objects of "rank", "token_bytes" and "token_str".'
     file = OutsideFile(Path(path), f"--tokenizer-model {path}", remedy, most_bytes=VOCABULARY_BYTES)
-    try:
-        tokens = _read_json(file) if path.endswith(".json") else _read_tiktoken(file)
-    except TokenError as error:
-        file.refuse(f"is not a list of tokens in the order of their ranks ({error})")
+    file.check_is_there()
+    with naming_other_kind(file, RANKED_TOKENS):
+        try:
+            tokens = _read_json(file) if path.endswith(".json") else _read_tiktoken(file)
+        except TokenError as error:
+            file.refuse(f"is not a list of tokens in the order of their ranks ({error})")
     if len(set(tokens)) < len(tokens) or set(tokens[:256]) != {bytes([byte]) for byte in range(256)}:
         raise ValueError(f"--tokenizer-model {path} does not begin with the 256 bytes, or has a token twice; copy the file again.")
     return tokens
