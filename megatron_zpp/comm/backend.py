@@ -91,6 +91,10 @@ class TorchBackend:
         return output.view(self.grid.data_ranks, self.grid.tensor_ranks, -1)
 
 
+class CollectiveError(RuntimeError):
+    """A collective has failed."""
+
+
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Adds `what` a collective carried, and the likely causes, to the text of its error. torch's own text has neither."""
@@ -99,9 +103,10 @@ def naming(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise RuntimeError(
+        raise CollectiveError(
             f"{what}: the collective failed, because a rank or its link is gone, or slower than the timeout "
-            f"(--distributed-timeout-minutes, or that of shard()): {error}"
+            "(--distributed-timeout-minutes, or that of shard()), or ranks made different calls, such as an evaluation within "
+            f"`if rank == 0:`: {error}"
         ) from error
 
 

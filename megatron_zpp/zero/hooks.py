@@ -38,6 +38,8 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -
         before = partial(before_forward, callbacks, index)
         handles.append(submodule.register_forward_pre_hook(before, prepend=True))  # other hooks may read weights
         handles.append(submodule.register_forward_hook(partial(_after_forward, callbacks, index)))
+        # nn.Module.compile() would compile the hooks as well, which call the engine; this one compiles what they are around.
+        submodule.compile = partial(_compile_forward, submodule)
     # The module itself may be a use: its forward begins before this use and ends after it.
     handles.append(module.register_forward_pre_hook(partial(_call, callbacks.begin_forward), prepend=True))
     handles.append(module.register_forward_hook(partial(_call, callbacks.end_forward)))
@@ -47,6 +49,11 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -
 def hook_parameters(parameters: Sequence[nn.Parameter], collect: Callable[[int], None]) -> list[RemovableHandle]:
     """Handles of hooks that call collect(index) when a parameter's gradient is complete: once per backward, even if two uses share it."""
     return [parameter.register_post_accumulate_grad_hook(partial(_collect, collect, index)) for index, parameter in enumerate(parameters)]
+
+
+def _compile_forward(module: nn.Module, *arguments: Any, **options: Any) -> None:
+    """Takes the arguments of torch.compile()."""
+    module.forward = torch.compile(module.forward, *arguments, **options)  # type: ignore[method-assign]
 
 
 def before_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: tuple[Any, ...]) -> None:

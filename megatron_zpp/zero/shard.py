@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import math
 import os
 import sys
@@ -27,9 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_zpp.comm.asking_lanes import AskingLanes
 from megatron_zpp.comm.backend import Backend, TorchBackend, VirtualBackend
 from megatron_zpp.comm.first_messages import send_first_messages
-from megatron_zpp.comm.lanes import make_lanes
+from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.streams import streams_of
@@ -51,6 +53,8 @@ from megatron_zpp.zero.pieces import parameters, resting_pieces
 from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.refusals import refuse_replaced, refuse_state_dicts
 from megatron_zpp.zero.states import WEIGHT
+
+_engines = itertools.count()  # every rank makes them in the same order
 
 
 def shard(
@@ -160,7 +164,7 @@ def shard(
 
     groups = make_lane_groups(grid, rank, timeout, device) if backend is None else {}
     backend = backend or TorchBackend(grid, rank, groups)
-    lanes = make_lanes(streams_of(device))
+    lanes = _make_lanes(rank, world_size, device, is_virtual=not groups)
     if groups and device.type == "cuda":
         send_first_messages(backend, lanes, device)
     ladder = Ladder(backend, lanes, Ledger(grid, rank), device)
@@ -209,6 +213,15 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
                 flat = weights[segment.spec.name].view(-1)
                 flat[segment.start : segment.stop] = row[segment.offset : segment.offset + segment.stop - segment.start]
         yield from weights.items()
+
+
+def _make_lanes(rank: int, world_size: int, device: torch.device, *, is_virtual: bool) -> Lanes:
+    """Lanes whose errors say what each rank has asked for last, where a thread moves them and torch.distributed carries them."""
+    streams = streams_of(device)
+    if streams is not None or is_virtual:
+        return make_lanes(streams)
+    store = dist.PrefixStore(f"megatron_zpp/lanes/{next(_engines)}", dist.distributed_c10d._get_default_store())
+    return AskingLanes(store, rank, world_size)
 
 
 def _world_size(backend: Backend | None) -> int:

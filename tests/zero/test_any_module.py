@@ -410,10 +410,12 @@ def test_models_of_transformers_have_the_losses_and_norms_of_plain_torch(kind: s
 
 
 def test_units_that_are_compiled_after_they_were_sharded_have_the_same_bits() -> None:
+    """Each is one graph, without the engine's hooks."""
+
     def losses(*, is_compiled: bool) -> list[float]:
         model, engine = sharded(Block, Block)
         for block in model if is_compiled else ():
-            block.compile(backend="eager")
+            block.compile(backend="eager", fullgraph=True)
         found = []
         for step in range(2):
             loss = loss_of(model, sample(step, 0), 0)

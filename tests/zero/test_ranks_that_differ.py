@@ -86,8 +86,8 @@ def test_an_update_after_ranks_have_used_weights_of_other_units_is_refused_on_ev
     first, second = run_world((1, 2), program, takes_turns=False)
     assert first == second
     assert first.startswith(
-        "ranks 0 and 1 made different calls: after 3 messages over the intra link since the last step, rank 0 asked for the weights of unit "
-        "3 and rank 1 for the weights of unit 0. "
+        "ranks 0 and 1 made different calls: after 3 messages over the intra link since the last step, rank 0 asked for the weights of "
+        "unit 3 and rank 1 for the weights of unit 0. "
     )
     assert "has changed no weight" in first
 
