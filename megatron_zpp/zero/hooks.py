@@ -39,7 +39,7 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -
         handles.append(submodule.register_forward_pre_hook(before, prepend=True))  # other hooks may read weights
         handles.append(submodule.register_forward_hook(partial(_after_forward, callbacks, index)))
         # nn.Module.compile() would compile the hooks as well, which call the engine; this one compiles what they are around.
-        submodule.compile = partial(_compile_forward, submodule)
+        submodule.compile = partial(_compile_forward, submodule)  # type: ignore[method-assign]
     # The module itself may be a use: its forward begins before this use and ends after it.
     handles.append(module.register_forward_pre_hook(partial(_call, callbacks.begin_forward), prepend=True))
     handles.append(module.register_forward_hook(partial(_call, callbacks.end_forward)))
@@ -53,7 +53,7 @@ def hook_parameters(parameters: Sequence[nn.Parameter], collect: Callable[[int],
 
 def _compile_forward(module: nn.Module, *arguments: Any, **options: Any) -> None:
     """Takes the arguments of torch.compile()."""
-    module.forward = torch.compile(module.forward, *arguments, **options)  # type: ignore[method-assign]
+    module.forward = torch.compile(module.forward, *arguments, **options)
 
 
 def before_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: tuple[Any, ...]) -> None:
