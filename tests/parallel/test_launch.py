@@ -53,7 +53,10 @@ def test_a_variable_of_the_deepspeed_launcher_that_is_not_a_number_is_named_with
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, but LOCAL_RANK is not; set it as well, or unset RANK and WORLD_SIZE and start"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "RANK and WORLD_SIZE are set, but LOCAL_RANK is not; set it as well, or unset RANK and WORLD_SIZE and start",
+        ),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK and LOCAL_RANK are not; set them as well, or unset WORLD_SIZE and start with"),
     ],
 )
