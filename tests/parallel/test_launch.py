@@ -55,7 +55,7 @@ def test_a_variable_of_the_deepspeed_launcher_that_is_not_a_number_is_named_with
     [
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "RANK and WORLD_SIZE are set, but LOCAL_RANK is not; set it as well, or unset RANK and WORLD_SIZE and start",
+            "RANK and WORLD_SIZE are set, but LOCAL_RANK is not; set it as well, or unset RANK and WOR",
         ),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK and LOCAL_RANK are not; set them as well, or unset WORLD_SIZE and start with"),
     ],
