@@ -230,7 +230,7 @@ def fail(world: World, error: BaseException, save_lock: SaveLock) -> None:
     if first.startswith(of_this_rank):
         print(f"pretrain_zeropp_gpt.py: {INTERRUPTED}{first.removeprefix(of_this_rank)}", file=sys.stderr, flush=True)
     elif not is_interrupted:
-        if f": {INTERRUPTED}" not in first:
+        if not first.partition(": ")[2].startswith(INTERRUPTED):
             traceback.print_exception(error)
         print(f"[Rank {world.rank}] ended, because {first}", file=sys.stderr, flush=True)
     save_lock.release()  # last: until the process ends, a thread may still be writing a checkpoint

@@ -60,6 +60,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the plan. Raises ValueError for flags that no run could have."""
     options.inter_gigabits = _rates(options)
     given = with_checkpoint_args(parse_flags(flags))
+    if not given.data.names_corpora:
+        given = given.with_values(mock_data=True)  # a plan needs none, not even for a tokenizer of texts
     if given.distributed.ranks_per_node is None:
         raise ranks_left_open(options.nodes)
     world = PlannedWorld(options.nodes, given.distributed.ranks_per_node, is_on_gpu=options.device == "gpu")

@@ -99,7 +99,7 @@ def _time_table(estimates: Sequence[Estimate]) -> list[str]:
         rows.append(
             [
                 plan.member.name,
-                *_in_gigabytes(plan.node_bytes, plan.traffic.total.intra_bytes),
+                *_in_gigabytes(estimate.node_bytes, plan.traffic.total.intra_bytes),
                 str(plan.collectives),
                 rounded(seconds),
                 rounded(speed),
@@ -124,7 +124,7 @@ def _size_table(rate: Rate) -> list[str]:
     for sizes, estimates in rate.by_size.items():
         estimate = fastest(estimates) or min(estimates, key=lambda estimate: estimate.plan.memory.total)
         plan, seconds = estimate.plan, estimate.time.seconds
-        moved = plan.node_bytes, plan.traffic.total.intra_bytes, plan.tensor_bytes, plan.context_traffic.context_bytes
+        moved = estimate.node_bytes, plan.traffic.total.intra_bytes, plan.tensor_bytes, plan.context_traffic.context_bytes
         rows.append(
             [
                 *map(str, sizes),
@@ -186,18 +186,19 @@ def _why(choice: Estimate, tried: Sequence[Estimate]) -> str:
 
 
 def _price(choice: Estimate, first: Estimate) -> str:
-    """What a choice costs in an iteration beside the first one."""
+    """What a choice costs in an iteration beside the first one, in what differs."""
     seconds, nbytes = choice.time.seconds - first.time.seconds, choice.node_bytes - first.node_bytes
     memory = choice.plan.memory.total - first.plan.memory.total
-    return (
-        f"{_difference(rounded(abs(seconds), 3), 's', seconds)} ({choice.time.seconds / first.time.seconds:.2f} times as long), "
-        f"{_difference(rounded(abs(nbytes) / GIGABYTE, 3), 'GB between nodes', nbytes)}, "
-        f"{_difference(in_gib(abs(memory)), 'of memory per rank', memory)}"
-    )
+    parts = {
+        f"{rounded(abs(seconds), 3)} s {_more(seconds)} ({choice.time.seconds / first.time.seconds:.2f} times as long)": seconds,
+        f"{rounded(abs(nbytes) / GIGABYTE, 3)} GB {_more(nbytes)} between nodes": nbytes,
+        f"{in_gib(abs(memory))} {_more(memory)} memory per rank": memory,
+    }
+    return ", ".join(words for words, difference in parts.items() if difference) or "it costs the same"
 
 
-def _difference(amount: str, what: str, sign: float) -> str:
-    return f"{amount} {what} {'more' if sign >= 0 else 'less'}"
+def _more(difference: float) -> str:
+    return "more" if difference > 0 else "less"
 
 
 def _nothing_fits(rate: Rate) -> str:

@@ -68,13 +68,16 @@ class _Launcher:
         """Whether one of the variables that no other launcher sets is there: several set PMI_RANK."""
         return self.local_rank in environment or (self.rank != "PMI_RANK" and self.rank in environment)
 
+    def is_complete(self, environment: Mapping[str, str]) -> bool:
+        return all(name in environment for name in (self.rank, self.world_size, self.local_rank))
+
 
 # LOCAL_SIZE is DeepSpeed's
 TORCHRUN = _Launcher("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
 # Variables of a step override those of the job: srun may have other options than sbatch.
 JOB = _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
 STEP = replace(JOB, world_size="SLURM_STEP_NUM_TASKS")
-# They may run inside a job of Slurm, so they go before it. The first that has started this process counts.
+# They may run inside a job of Slurm, so they go before it. The first counts whose variables are all there.
 LAUNCHERS = (
     _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
     _Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ("JSM_NAMESPACE_LOCAL_SIZE",)),
@@ -170,6 +173,7 @@ def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
     is_task = _is_slurm_task(environment)
     # In the batch script of a job without --ntasks, SLURM_PROCID is set, but not the number of tasks.
     if (not is_task and slurm.world_size not in environment) or _number(environment, slurm.world_size) == 1:
+        _check_incomplete(environment, may_be_alone=True)
         return None
     if not is_task:
         tasks = environment[slurm.world_size]
@@ -181,13 +185,19 @@ def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
 
 
 def _started_by(environment: Mapping[str, str]) -> _Launcher | None:
-    return next((launcher for launcher in LAUNCHERS if launcher.has_started(environment)), None)
+    started = [launcher for launcher in LAUNCHERS if launcher.has_started(environment)]
+    return next((launcher for launcher in started if launcher.is_complete(environment)), started[0] if started else None)
 
 
-def _check_incomplete(environment: Mapping[str, str]) -> None:
-    """Refuses one task of several whose launcher says too little: each of them would be a run of its own."""
+def _check_incomplete(environment: Mapping[str, str], *, may_be_alone: bool = False) -> None:
+    """Refuses one task of several whose launcher says too little: each of them would be a run of its own.
+
+    may_be_alone: something else says that there is one task, so a number 0 without the number of tasks proves nothing: srun sets PMIX_RANK
+    for one task too.
+    """
     for name, of_tasks in INCOMPLETE:
-        if name not in environment or environment.get(of_tasks) == "1":
+        is_alone = environment.get(of_tasks) == "1" or (may_be_alone and of_tasks not in environment and environment.get(name) == "0")
+        if name not in environment or is_alone:
             continue
         tasks = f" and {of_tasks}={environment[of_tasks]}" if of_tasks in environment else ""
         raise ValueError(
@@ -246,8 +256,11 @@ def _check_not_left_over(environment: Mapping[str, str], launcher: _Launcher, wo
     if launcher != TORCHRUN or world_size > 1 or _kind(environment, launcher) == "torchrun":
         return
     starter = _started_by(environment) or (STEP if _is_slurm_task(environment) else None)
-    tasks = environment.get(starter.world_size, "1") if starter is not None else "1"
-    if starter is not None and tasks != "1":
+    if starter is None:
+        _check_incomplete(environment, may_be_alone=True)
+        return
+    tasks = environment.get(starter.world_size, "1")
+    if tasks != "1":
         raise ValueError(
             f"RANK={environment[TORCHRUN.rank]} and WORLD_SIZE=1 are set, but {_kind(environment, starter)} has started {tasks} tasks "
             f"({starter.world_size}), and each would be a run of its own; unset RANK, WORLD_SIZE and LOCAL_RANK for one run of {tasks} "
@@ -270,8 +283,8 @@ def _check_set(environment: Mapping[str, str], launcher: _Launcher) -> None:
     if missing:
         raise ValueError(
             f"{' and '.join(is_set)} {'are' if len(is_set) > 1 else 'is'} set, but {' and '.join(missing)} "
-            f"{'are' if len(missing) > 1 else 'is'} not; set {'them' if len(missing) > 1 else 'it'} as well, or start with torchrun, srun, "
-            "mpirun, deepspeed or plain python"
+            f"{'are' if len(missing) > 1 else 'is'} not; set {'them' if len(missing) > 1 else 'it'} as well, or unset "
+            f"{' and '.join(is_set)} and start with torchrun, srun, mpirun, deepspeed or plain python"
         )
 
 

@@ -31,7 +31,7 @@ def model_in_words(plan: RunPlan, vocab_size: int) -> str:
 
 def _source_of_vocabulary(config: Config) -> str:
     if any(getattr(config.data, name) is not None for name in TOKENIZER_FILES):
-        return f"of {config.data.tokenizer_type}" if config.data.tokenizer_type is not None else "of the tokenizer's files"
+        return f"of {config.data.tokenizer_type}"
     if "vocab_size" in config.given:
         return config.sources.get("vocab_size", "--vocab-size")
     return "assumed: no tokenizer and no --vocab-size is given"

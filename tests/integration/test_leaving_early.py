@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from harness.interrupts import heed_interrupts
 from harness.places import ROOT
 from harness.rank_pool import RankFailure, RankPool
 from harness.tiny_runs import TINY, entry, losses, pretrain
+
+import pretrain_zeropp_gpt
 
 FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
 FP16 = "--fp16 --initial-loss-scale 1024 --hysteresis 1"
@@ -81,6 +84,18 @@ def test_ctrl_c_without_the_handler_is_one_sentence_with_the_iteration_and_the_l
         kept = f"the last checkpoint in {saved} is that of iteration {latest}, and the same command with --load {saved} goes on from there "
     sentence = rf"pretrain_zeropp_gpt.py: interrupted after iteration \d+; {re.escape(kept)}\(--exit-signal-handler saves before it ends\)"
     assert re.fullmatch(sentence, errors.splitlines()[-1]) and "Traceback" not in errors
+
+
+def test_an_error_that_only_speaks_of_an_interrupt_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    world = SimpleNamespace(rank=1, report_failure=lambda text, is_cause: f"rank 1: {text}")
+    pretrain_zeropp_gpt.fail(cast("Any", world), OSError("read: interrupted"), cast("Any", SimpleNamespace(release=lambda: None)))
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["OSError: read: interrupted", "[Rank 1] ended, because rank 1: OSError: read: interrupted"]
+    assert codes == [1]
 
 
 def test_a_run_that_has_lost_its_terminal_saves_whatever_number_of_signals_comes(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_without_a_build_nothing_is_compiled_and_the_report_names_folder_cost_an
         f"because {tmp_path}/megatron_zpp holds no kernels for this torch and this machine (a user with another HOME" in extension.report()
     )
     assert extension.report().endswith(f"as long. This builds the kernels: {extension.build_command(Path(sys.prefix))}")
-    assert "a step that quantizes takes up to 7 times as long. " in extension.report("cpu")
+    assert "a step that quantizes takes 2 to 8 times as long. " in extension.report("cpu")
     assert ": same bits, slower. " in extension.report("cuda")  # not measured on GPUs, where such a run is refused
 
 

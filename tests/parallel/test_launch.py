@@ -53,8 +53,11 @@ def test_a_variable_of_the_deepspeed_launcher_that_is_not_a_number_is_named_with
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, but LOCAL_RANK is not; set it as well, or start with torchrun"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK and LOCAL_RANK are not; set them as well, or start with torchrun"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "RANK and WORLD_SIZE are set, but LOCAL_RANK is not; set it as well, or unset RANK and WOR",
+        ),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK and LOCAL_RANK are not; set them as well, or unset WORLD_SIZE and start with"),
     ],
 )
 def test_variables_that_are_not_set_beside_others_are_named(environment: dict[str, str], words: str) -> None:
@@ -183,8 +186,19 @@ def test_a_task_whose_launcher_says_too_little_is_refused_by_its_variables_and_n
     with pytest.raises(ValueError, match=f"^{named}.*; start it with torchrun.* export RANK, WORLD_SIZE.* unset {name} for one rank$"):
         read_launch(environment)
     assert read_launch(environment | TORCHRUN).rank == 5
-    alone = environment | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # srun sets PMI_RANK and PMIX_RANK also for one task and in a shell
-    assert read_launch(alone).world_size == 1
+
+
+@pytest.mark.parametrize("one", [ONE_RANK, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_PROCID": "0", "SLURM_STEP_ID": BATCH_STEP}])
+def test_inside_a_job_of_one_task_such_a_launcher_is_refused_where_its_variables_prove_several_tasks(one: dict[str, str]) -> None:
+    for several in ({"PMIX_RANK": "3"}, {"PMI_RANK": "0", "PMI_SIZE": "8"}, {"PALS_RANKID": "5"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(several))}=. .*set, so a launcher has started this process"):
+            read_launch(one | several)
+    for of_srun in ({"PMIX_RANK": "0"}, {"PMI_RANK": "0", "PMI_SIZE": "1"}):  # srun sets them also for one task and in a shell
+        assert read_launch(one | of_srun).world_size == 1
+
+
+def test_a_launcher_with_all_variables_goes_before_one_that_lacks_some() -> None:
+    assert read_launch(INTEL_MPI | {"MV2_COMM_WORLD_LOCAL_RANK": "1"}) == read_launch(INTEL_MPI)
 
 
 @pytest.mark.parametrize("environment", [{"PMI_RANK": "0", "PMI_SIZE": "1"}, {"PET_NODE_RANK": "0", "PET_NNODES": "1"}])

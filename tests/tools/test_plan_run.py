@@ -211,8 +211,24 @@ def test_the_next_choices_are_named_with_what_they_cost_beside_the_recommended_o
     for line, place, choice in zip(advice[1:], ("Second", "Third"), (second, third), strict=True):
         seconds, nbytes = choice["seconds"] - first["seconds"], choice["inter_node_bytes"] - first["inter_node_bytes"]
         assert line.startswith(f"{place} choice: {choice['flags']} ({choice['member']}): {seconds:.3g} s more (")
-        assert f", {nbytes / 1e9:.3g} GB between nodes more, " in line
+        assert f", {nbytes / 1e9:.3g} GB more between nodes, " in line
     assert lines[-1].startswith("Lean sends fewer bits per value; compare its loss")
+
+
+@pytest.mark.usefixtures("groups_as_given")
+def test_bytes_into_a_node_include_those_of_ranks_of_other_nodes_that_divide_its_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--nodes", "2", "--inter-gigabits", "100", "--teraflops", "40")
+    (rate,) = cast("Any", plan(tmp_path, *options, flags=[*RUN, "--context-parallel-size", "4"]))["rates"]
+    lines = capsys.readouterr().out.splitlines()
+    first = next(number for number, line in enumerate(lines) if "node GB" in line)
+    zero1 = next(line for line in lines[first:] if line.startswith("| ZeRO-1"))
+    found = rate["members"]["ZeRO-1"]
+    assert found["context_inter_node_bytes"] > 0
+    assert float(zero1.split("|")[2]) == float(f"{(found['inter_node_bytes'] + found['context_inter_node_bytes']) / 1e9:.4g}")
+    of_sizes = next(line for line in lines if re.match(r"\| 1 +\|  4 ", line))
+    assert float(of_sizes.split("|")[5]) >= found["context_inter_node_bytes"] / 1e9
 
 
 @pytest.mark.usefixtures("groups_as_given")
@@ -369,6 +385,23 @@ def test_a_vocabulary_of_files_is_counted(tmp_path: Path) -> None:
         assert plan_run._vocab_size(parse_flags(["--mock-data", *files, *kind])) == 300
     with pytest.raises(ValueError, match="needs --vocab-file"):
         plan_run._vocab_size(parse_flags(["--mock-data", "--tokenizer-type", "GPT2BPETokenizer", "--merge-file", merge_file]))
+
+
+@pytest.mark.usefixtures("groups_as_given")
+def test_a_plan_with_a_tokenizer_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vocab_file, merge_file = write_gpt2_files(tmp_path, 300)
+    words = [word for word in RUN if word not in ("--vocab-size", "100")]
+    plan(
+        tmp_path,
+        "--nodes",
+        "2",
+        "--inter-gigabits",
+        "100",
+        "--teraflops",
+        "40",
+        flags=[*words, "--vocab-file", vocab_file, "--merge-file", merge_file],
+    )
+    assert "vocabulary of 300 (of GPT2BPETokenizer)" in capsys.readouterr().out.replace("\n  ", " ")
 
 
 @pytest.mark.usefixtures("groups_as_given")

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch.distributed import Store
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "lo"
 LIST_IPV4 = 0x8912  # SIOCGIFCONF of Linux
 ENTRY_BYTES, MOST_ENTRIES = 40, 1024  # struct ifreq: a name of 16 bytes, then family, port and address
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -23,6 +24,7 @@ IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 def interface_to_others(store: Store, rank: int, world_size: int, address: str) -> str:
     """The interface by which this rank reaches the ranks of other nodes; empty if all are on this machine, or if the kernel names none.
 
+    Empty also for an address that the loopback interface has, as on hosts that announce their own routes: gloo would take 127.0.0.1 of it.
     address: in numbers, where this rank reaches rank 0. On the machine of rank 0 it may be 127.0.0.1: the ranks of other machines, which
     write down their own addresses in `store`, show the way there. Every rank must call it.
     """
@@ -31,7 +33,8 @@ def interface_to_others(store: Store, rank: int, world_size: int, address: str) 
     if is_loopback(own):
         others = (store.get(_key(other)).decode() for other in reversed(range(world_size)) if other != rank)
         own = next((source_address(other) for other in others if not is_loopback(other)), "")
-    return interface_with(own)
+    name = interface_with(own)
+    return "" if name == LOOPBACK else name
 
 
 def source_address(address: str) -> str:

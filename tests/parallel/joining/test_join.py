@@ -285,6 +285,12 @@ def test_nodes_that_share_this_machine_and_runs_of_one_node_leave_gloos_own_choi
         assert [rank.interface for rank in threads.map(lambda one: join.join(one, LATER), nodes)] == ["", ""]
 
 
+def test_an_address_of_the_loopback_interface_leaves_gloos_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "source_address", lambda address: address)
+    monkeypatch.setattr(interface, "interface_with", {"10.0.0.1": "lo"}.__getitem__)
+    assert interface.interface_to_others(dist.HashStore(), 0, 1, "10.0.0.1") == ""
+
+
 def test_the_interface_of_an_address_is_the_one_that_has_it() -> None:
     assert interface.interface_with("127.0.0.1") == "lo"
     assert interface.interface_with("203.0.113.77") == interface.interface_with("") == interface.interface_with("2001:db8::77") == ""
