@@ -86,8 +86,8 @@ def test_an_update_after_ranks_have_used_weights_of_other_units_is_refused_on_ev
     first, second = run_world((1, 2), program, takes_turns=False)
     assert first == second
     assert first.startswith(
-        "ranks 0 and 1 made different calls: after 3 messages over the intra link since the last step, rank 0 asked for the weights of unit "
-        "3 and rank 1 for the weights of unit 0. "
+        "ranks 0 and 1 made different calls: after 3 messages over the intra link since the last step, rank 0 asked for the weights of "
+        "unit 3 and rank 1 for the weights of unit 0. "
     )
     assert "has changed no weight" in first
 
@@ -153,6 +153,8 @@ OPEN = {  # by rank and forward, the layers that are left out, and those that ar
     "one leaves out the last of the second": [[((), ()), ((), ())], [((), ()), ((7,), ())]],
     "one leaves out the first of the first": [[((), ()), ((), ())], [((0, 1, 2, 3), ()), ((), ())]],
     "other ones on each rank": [[((1, 2), ()), ((6, 7), ())], [((4,), ()), ((0, 3), ())]],
+    "one calls each in one of them": [[((), ()), ((), ())], [((4, 5, 6, 7), ()), ((0, 1, 2, 3), ())]],
+    "one calls each in one of them, the last first": [[((), ()), ((), ())], [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ())]],
     "one calls some without gradients": [[((), ()), ((), ())], [((), (0, 1)), ((), (5, 6))]],
 }
 
@@ -180,6 +182,79 @@ def test_gradients_of_several_open_forwards_are_those_of_plain_torch(case: str, 
         return engine.step(1e-2).grad_norm
 
     first, second = run_world((2, 1), program, 5.0, takes_turns=False)
-    sum(loss / len(parts) / 2 for rank in range(2) for parts in [of_forwards(plain, rank)] for loss in parts).backward()  # type: ignore[union-attr]
-    norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters() if parameter.grad is not None]).norm().item()
+    norm = norm_of(torch.stack([torch.stack(of_forwards(plain, rank)).mean() for rank in range(2)]).mean(), plain)
     assert first == second == pytest.approx(norm, rel=2e-5)
+
+
+class TwoTimes(nn.Module):
+    """Calls a chain twice in one forward, at first with or without gradients."""
+
+    def __init__(self, gradients: bool) -> None:
+        super().__init__()
+        self.chain = chain()
+        self._gradients = gradients
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self._gradients):
+            first = self.chain(hidden)
+        second: Tensor = self.chain(hidden + 2 * first)
+        return second + first
+
+
+class Stopping(Chosen):
+    """Raises KeyError before a layer."""
+
+    stops_at: int | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for index in self.order:
+            if index == self.stops_at:
+                raise KeyError(index)
+            hidden = self[index](hidden)
+        return hidden
+
+
+def norm_of(loss: Tensor, model: nn.Module) -> float:
+    loss.backward()  # type: ignore[no-untyped-call]
+    return torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm().item()
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_forward_may_call_all_units_twice(gradients: bool) -> None:
+    """As for two inputs of an encoder, or for an input that the model has made itself."""
+    models, plain = [TwoTimes(gradients), TwoTimes(gradients)], TwoTimes(gradients)
+
+    def program(backend: VirtualBackend) -> float:
+        model = models[backend.rank]
+        engine = shard(model, [f"chain.{index}" for index in range(LAYERS)], OPTIONS, backend=backend)
+        engine.backward(model(sample(backend.rank)).square().mean())
+        return engine.step(1e-2).grad_norm
+
+    loss = torch.stack([plain(sample(rank)).square().mean() for rank in range(2)]).mean()
+    assert run_world((2, 1), program, 5.0, takes_turns=False) == [pytest.approx(norm_of(loss, plain), rel=2e-5)] * 2
+
+
+@pytest.mark.parametrize("by_unit", [True, False], ids=["unit by unit", "as a module"])
+@pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "training"])
+@pytest.mark.parametrize("stops_at", [0, 2])
+def test_after_a_forward_that_raised_the_next_one_is_right(stops_at: int, evaluates: bool, by_unit: bool) -> None:
+    def make() -> Stopping:
+        model = Stopping(*chain())
+        model.order = range(LAYERS)
+        return model
+
+    models, plain = [make(), make()], make()
+
+    def program(backend: VirtualBackend) -> float:
+        model = models[backend.rank]
+        engine = sharded(model, backend)
+        model.stops_at = stops_at
+        with torch.set_grad_enabled(not evaluates), pytest.raises(KeyError):
+            model(sample(5))
+        model.stops_at = None
+        called = nn.Sequential.forward if by_unit else Stopping.__call__
+        engine.backward(called(model, sample(backend.rank)).square().mean())
+        return engine.step(1e-2).grad_norm
+
+    loss = torch.stack([plain(sample(rank)).square().mean() for rank in range(2)]).mean()
+    assert run_world((2, 1), program, 5.0, takes_turns=False) == [pytest.approx(norm_of(loss, plain), rel=2e-5)] * 2
