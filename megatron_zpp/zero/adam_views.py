@@ -7,7 +7,7 @@ would differ: torch's fused kernels round the last elements of a view differentl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -21,15 +21,15 @@ class AdamView:
     """A range of a unit's main weights as a parameter with its gradient, and its moments.
 
     decays: whether its weights decay. steps: the number of its updates so far.
-    copied: if the parameter and its moments are copies, these ranges of the unit's tensors. counts: the part that an update changes there.
+    copied: if the parameter and its moments are copies, the tensors of the unit. counts: the part of a copy that goes back to the unit.
     """
 
     parameter: nn.Parameter
     moments: dict[str, Tensor]
     decays: bool
     steps: int
-    copied: tuple[Tensor, ...] = ()
-    counts: slice = slice(None)
+    copied: tuple[Tensor, ...]
+    counts: slice
 
     def before_update(self) -> None:
         """Fills copies."""
@@ -68,5 +68,5 @@ def adam_views(unit: WeightUnit, gradient: Regions, moments: Mapping[str, Tensor
         weight, *own = [state.clone() for state in of_unit] if is_copy else of_unit
         parameter = nn.Parameter(weight)
         parameter.grad = gradient.range(blocks.start, blocks.stop)
-        view = AdamView(parameter, dict(zip(moments, own, strict=True)), decays, updates)
-        yield replace(view, copied=of_unit, counts=slice(part.start - blocks.start, part.stop - blocks.start)) if is_copy else view
+        counts = slice(part.start - blocks.start, part.stop - blocks.start)
+        yield AdamView(parameter, dict(zip(moments, own, strict=True)), decays, updates, of_unit if is_copy else (), counts)
