@@ -383,9 +383,11 @@ class ZeroEngine:
         with side.entered():
             for group in range(1, len(self._update_groups)):
                 self.optimizer.update(group, update)
-        result = self._end_iteration(numbers.wait())
-        self._begin_climbs(result)
-        side.join()
+        try:
+            result = self._end_iteration(numbers.wait())
+            self._begin_climbs(result)
+        finally:
+            side.join()  # also if the step is refused, because the weights may be read after it
         return result
 
     def _update_after_reading(self, numbers: Readout, update: Update) -> StepResult:

@@ -7,15 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness.fake_streams.gpus import Gpu, run_on_gpus
+from harness.small_engine import Job, ModelShape, Rank
 from harness.worlds import run_world
 from torch import Tensor, nn
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.hop_order import HopOrder, first_difference
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import LANES
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.policy import POLICIES, Policy, with_secondary_weights
+from megatron_zpp.zero.policy import POLICIES, Policy, with_offloaded_optimizer, with_secondary_weights
 from megatron_zpp.zero.schedule import Prefetch
 from megatron_zpp.zero.shard import full_weights, shard
 
@@ -258,3 +261,41 @@ def test_after_a_forward_that_raised_the_next_one_is_right(stops_at: int, evalua
 
     loss = torch.stack([plain(sample(rank)).square().mean() for rank in range(2)]).mean()
     assert run_world((2, 1), program, 5.0, takes_turns=False) == [pytest.approx(norm_of(loss, plain), rel=2e-5)] * 2
+
+
+REFUSING = {
+    "stage 1": (Job(POLICIES[1]), Grid.of_nodes(2, 1)),
+    "stage 3, offloaded": (Job(with_offloaded_optimizer(POLICIES[3])), Grid.of_nodes(2, 1)),
+    "two tensor ranks": (Job(POLICIES[3]), Grid(4, 2, 1, 2)),
+}
+
+
+def refused(rank: Rank) -> str:
+    """The error of the second update, before which the last rank has asked for one more hop. Nothing may change."""
+    rank.step(0)
+    rank.accumulate(1)
+    rank.engine.finish_gradients()
+    rank.engine.finish_updates()
+    if rank.backend.rank == rank.backend.grid.world_size - 1:
+        rank.engine.ladder.hop_order.add(LANES[2], "more")
+    state = [*(unit.main_weight for unit in rank.engine.units), *rank.engine.optimizer.live_tensors()]
+    before = [tensor.clone() for tensor in state]
+    with pytest.raises(RuntimeError) as error:
+        rank.engine.update(1e-2)
+    assert all(torch.equal(*values) for values in zip(state, before, strict=True))
+    assert rank.engine.optimizer.steps == 1
+    return str(error.value)
+
+
+@pytest.mark.parametrize("case", REFUSING)
+def test_every_rank_refuses_the_update_and_keeps_weights_and_moments(case: str) -> None:
+    job, grid = REFUSING[case]
+    found = run_world(grid, lambda backend: refused(Rank(job, backend)))
+    assert len(set(found)) == 1 and "of unit more" in found[0]
+
+
+def test_an_update_ahead_of_the_host_is_refused_before_it_changes_a_weight() -> None:
+    def program(gpu: Gpu) -> str:
+        return refused(Rank(Job(POLICIES[3], shape=ModelShape(is_tied=False)), gpu.backend, lanes=gpu.lanes, streams=gpu.machine))
+
+    assert len(set(run_on_gpus((2, 1), program))) == 1
