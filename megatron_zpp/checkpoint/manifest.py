@@ -204,6 +204,10 @@ def _run_state(found: Members, consumed_samples: int) -> Mapping[str, Any]:
         found.count(key)
     if "ordered_samples" in found:
         found.count("ordered_samples")
+    if "unused_steps" in found:
+        unused = found.members("unused_steps")
+        if max(map(unused.count, unused.values), default=0) > found.count("optimizer_steps"):
+            found.refuse("unused_steps", "numbers up to run.optimizer_steps")
     if "readings" in found:
         _check_tokens(found, consumed_samples)
     scaler = found.members("loss_scaler")

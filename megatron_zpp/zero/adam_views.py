@@ -7,12 +7,12 @@ would differ: torch's fused kernels round the last elements of a view differentl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from megatron_zpp.comm.codec import Regions
-from megatron_zpp.zero.layout import Range
+from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.zero.unit import WeightUnit
 
 
@@ -21,56 +21,52 @@ class AdamView:
     """A range of a unit's main weights as a parameter with its gradient, and its moments.
 
     decays: whether its weights decay. steps: the number of its updates so far.
-    copied, parts: if the parameter and its moments are a copy, the tensors of the unit, and the parts of which an update counts.
+    copied: if the parameter and its moments are copies, the tensors of the unit. counts: the part of a copy that goes back to the unit.
     """
 
     parameter: nn.Parameter
     moments: dict[str, Tensor]
     decays: bool
     steps: int
-    copied: tuple[Tensor, ...] = ()
-    parts: tuple[Range, ...] = ()
+    copied: tuple[Tensor, ...]
+    counts: slice
 
     def before_update(self) -> None:
-        """Fills a copy."""
-        for own, of_unit in zip(self._tensors(), self.copied, strict=False):
+        """Fills copies."""
+        for own, of_unit in self._copies():
             own.copy_(of_unit)
 
     def after_update(self) -> None:
-        """Takes the parts of a copy that count back to the unit."""
-        for own, of_unit in zip(self._tensors(), self.copied, strict=False):
-            for part in self.parts:
-                of_unit[part.start : part.stop] = own[part.start : part.stop]
+        """Takes the part of copies that counts back to the unit."""
+        for own, of_unit in self._copies():
+            of_unit[self.counts] = own[self.counts]
 
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return (self.parameter.detach(), *self.moments.values())
+    def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip((self.parameter.detach(), *self.moments.values()) if self.copied else (), self.copied, strict=True)
 
 
 def adam_views(unit: WeightUnit, gradient: Regions, moments: Mapping[str, Tensor], steps: Mapping[str, int]) -> Iterator[AdamView]:
     """The views of a unit. steps: by parameter, the number of its updates so far; parameters without one are not updated.
 
-    Parameters of one dimension share blocks. Where they have had different numbers of updates, each number gets a copy of the whole range.
+    Parameters of one dimension share blocks. Where neighbours have had different numbers of updates, each gets a copy of its blocks.
     Raises ValueError if weight decay changes where no block begins.
     """
     layout, slices = unit.layout, (unit.first_slice, unit.slices)
-    alike = list(layout.ranges_by(lambda segment: (segment.spec.weight_decay, steps.get(segment.spec.name)), *slices))
-    for span, decays in layout.ranges_by(lambda segment: segment.spec.weight_decay, *slices):
+    for span, _ in layout.ranges_by(lambda segment: segment.spec.weight_decay, *slices):
         if span.start % layout.block_numel:
             raise ValueError(
                 f"unit {unit.name}: weight decay changes at element {span.start} of the slice, and AdamW's views begin at multiples of "
                 f"{layout.block_numel}; give all parameters of one dimension the same weight decay"
             )
-        by_updates: dict[int, list[Range]] = {}
-        for part, (_, updates) in alike:
-            if updates is not None and span.start <= part.start < span.stop:
-                by_updates.setdefault(updates, []).append(part)
-        for updates, parts in by_updates.items():
-            is_copy = any(bound % layout.block_numel for part in parts for bound in (part.start, part.stop))
-            for part in (span,) if is_copy else parts:
-                tensors = [tensor[part.start : part.stop] for tensor in (unit.main_weight, *moments.values())]
-                weight, *own = [tensor.clone() for tensor in tensors] if is_copy else tensors
-                parameter = nn.Parameter(weight)
-                parameter.grad = gradient.range(part.start, part.stop)
-                view = AdamView(parameter, dict(zip(moments, own, strict=True)), decays, updates)
-                in_copy = tuple(Range(each.start - span.start, each.stop - span.start) for each in parts)
-                yield replace(view, copied=tuple(tensors), parts=in_copy) if is_copy else view
+    states = (unit.main_weight, *moments.values())
+    for part, (decays, updates) in layout.ranges_by(lambda segment: (segment.spec.weight_decay, steps.get(segment.spec.name)), *slices):
+        if updates is None:
+            continue
+        blocks = slice(part.start // layout.block_numel * layout.block_numel, next_multiple(part.stop, layout.block_numel))
+        is_copy = blocks != slice(part.start, part.stop)
+        of_unit = tuple(state[blocks] for state in states)
+        weight, *own = [state.clone() for state in of_unit] if is_copy else of_unit
+        parameter = nn.Parameter(weight)
+        parameter.grad = gradient.range(blocks.start, blocks.stop)
+        counts = slice(part.start - blocks.start, part.stop - blocks.start)
+        yield AdamView(parameter, dict(zip(moments, own, strict=True)), decays, updates, of_unit if is_copy else (), counts)

@@ -165,6 +165,7 @@ class ZeroEngine:
         if not self._is_in_backward:
             self._forward_trains = torch.is_grad_enabled()
             self._passes[self._is_training].begin()
+            self._calls.begin_forward()
 
     def end_forward(self) -> None:
         """Called after the forward of the whole module: other ranks may have gone through uses that this one has left out."""
@@ -183,12 +184,9 @@ class ZeroEngine:
             self._recompute(use)
         else:
             self._book_activations(self._is_training)
-            moment = Moment(Phase.PRE_FORWARD, use)
-            if self._forward_trains is not None and not self._passes[self._is_training].is_ahead(moment):
+            if not self._calls.begin(use) and self._forward_trains is not None:
                 refuse_order(self._uses[use])
-            self._reach(moment, self._is_training)
-            if torch.is_grad_enabled():
-                self._calls.begin(use)
+            self._reach(Moment(Phase.PRE_FORWARD, use), self._is_training)
 
     def _book_activations(self, is_training: bool) -> None:
         """Tells the tensor link and the context link, if there are any, for what the model uses them from now on."""
@@ -220,11 +218,13 @@ class ZeroEngine:
         """Called before the backward of a use's call, when the gradients of its outputs have arrived. call: as post_forward returned it."""
         if not self._is_in_backward:
             refuse_other_backward()
+        training = self._passes[True]
         if call is not None:
             refuse_old_forward(call, self._iteration)
-            self._calls.reach(call)
-        training, moment = self._passes[True], Moment(Phase.PRE_BACKWARD, use)
-        if training.is_in_backward and not training.is_ahead(moment) and not self._calls.ends_at_once:
+            if self._calls.reach(call):
+                self._act(training.due_at_end_of_backward(), is_training=True)
+        moment = Moment(Phase.PRE_BACKWARD, use)
+        if training.is_in_backward and not training.is_ahead(moment):
             refuse_order(self._uses[use])
         self._reach(moment, is_training=True)
 
@@ -383,9 +383,11 @@ class ZeroEngine:
         with side.entered():
             for group in range(1, len(self._update_groups)):
                 self.optimizer.update(group, update)
-        result = self._end_iteration(numbers.wait())
-        self._begin_climbs(result)
-        side.join()
+        try:
+            result = self._end_iteration(numbers.wait())
+            self._begin_climbs(result)
+        finally:
+            side.join()  # also if the step is refused, because the weights may be read after it
         return result
 
     def _update_after_reading(self, numbers: Readout, update: Update) -> StepResult:

@@ -76,8 +76,8 @@ def _refuse_replaced(path: str, gradient: Tensor) -> None:
 def refuse_order(use: Use) -> None:
     """Refuses a call that comes after those of later uses in one forward: ranks that leave out some of them would take other hops."""
     raise RuntimeError(
-        f"{use.module or 'the module'} is called in another order than that of `units` (or `uses`), or twice in one forward; name the "
-        "units in the order in which forward calls them, on every rank, and call each of them once"
+        f"{use.module or 'the module'} is called in another order than that of `units` (or `uses`); name the units in the order in "
+        "which forward calls them, on every rank"
     )
 
 

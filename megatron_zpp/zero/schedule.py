@@ -102,23 +102,22 @@ class Pass:
     def due_at(self, moment: Moment) -> list[tuple[Moment, Actions]]:
         """The moments that were missed, then this one, with their actions. A moment earlier than the last one begins a new pass.
 
-        Missed moments are made up for because other ranks may have reached them, and their collectives wait for this rank. Within a
-        backward, which is that of a loss of several forwards, the last one comes to its end, and the backward of another begins.
+        Missed moments are made up for because other ranks may have reached them, and their collectives wait for this rank.
         """
         index = self._index_of[moment]
-        if index >= self._position:
-            return self._due_before(index + 1)
-        due: list[tuple[Moment, Actions]] = []
-        if self.is_in_backward:
-            due = self._due_before(len(self._moments))
-            self._position = self._end_of_forward
-        else:
+        if index < self._position:
             self.begin()
-        return due + self._due_before(index + 1)
+        return self._due_before(index + 1)
 
     def due_at_end_of_forward(self) -> list[tuple[Moment, Actions]]:
         """The moments of forward that were missed since the last one, with their actions."""
         return self._due_before(self._end_of_forward)
+
+    def due_at_end_of_backward(self) -> list[tuple[Moment, Actions]]:
+        """The moments of backward that were missed since the last one, with their actions. The backward of another forward begins."""
+        due = self._due_before(len(self._moments))
+        self._position = self._end_of_forward
+        return due
 
     def _due_before(self, end: int) -> list[tuple[Moment, Actions]]:
         start, self._position = self._position, max(self._position, end)

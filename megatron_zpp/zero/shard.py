@@ -118,7 +118,16 @@ def shard(
     `engine.finish_gradients()` and `engine.update(learning_rate)` instead. Gradients are means over micro-batches and ranks; zero_grad()
     is not needed. At the end call `engine.close()`, then leave_world(); a program that does not is told so when it ends.
 
+    A parameter that no rank's loss reaches in a step is passed over, as by plain AdamW without a gradient: it neither decays nor goes on by
+    its moments, and does not count the step.
+
+    Several forwards may be open before their backward. A loss that joins them must read each of them on every rank; it holds the gradients
+    of all units until its backward ends.
+
     Evaluation: call the module under torch.no_grad(), on every rank and equally often.
+
+    Every rank calls the units in the order of `units`. The ranks compare the order of their messages in update(): if it differs, every rank
+    raises RuntimeError with the first message that does, and no weight changes.
 
     Ranks may leave out different units, or call them under torch.no_grad() in a training forward. A program that calls units and never the
     module itself calls a unit under torch.no_grad() on every rank or on none. It must call the last unit on every rank: in evaluation

@@ -135,6 +135,11 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
             "run.optimizer_steps must be a whole number from 0 to 2^63 - 1, not 0.5",
         ),
         (
+            lambda members: members["run"].update(unused_steps={"a": -1}),
+            "run.unused_steps.a must be a whole number from 0 to 2^63 - 1, not -1",
+        ),
+        (lambda members: members["run"].update(unused_steps={"a": 1 << 40}), "run.unused_steps must be numbers up to run.optimizer_steps"),
+        (
             lambda members: members["run"].update(loss_scaler={"scale": float("inf")}),
             "run.loss_scaler.scale must be a finite number, not Infinity",
         ),

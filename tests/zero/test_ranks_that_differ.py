@@ -7,15 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness.fake_streams.gpus import Gpu, run_on_gpus
+from harness.small_engine import Job, ModelShape, Rank
 from harness.worlds import run_world
 from torch import Tensor, nn
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.hop_order import HopOrder, first_difference
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import LANES
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.policy import POLICIES, Policy, with_secondary_weights
+from megatron_zpp.zero.policy import POLICIES, Policy, with_offloaded_optimizer, with_secondary_weights
 from megatron_zpp.zero.schedule import Prefetch
 from megatron_zpp.zero.shard import full_weights, shard
 
@@ -153,6 +156,8 @@ OPEN = {  # by rank and forward, the layers that are left out, and those that ar
     "one leaves out the last of the second": [[((), ()), ((), ())], [((), ()), ((7,), ())]],
     "one leaves out the first of the first": [[((), ()), ((), ())], [((0, 1, 2, 3), ()), ((), ())]],
     "other ones on each rank": [[((1, 2), ()), ((6, 7), ())], [((4,), ()), ((0, 3), ())]],
+    "one calls each in one of them": [[((), ()), ((), ())], [((4, 5, 6, 7), ()), ((0, 1, 2, 3), ())]],
+    "one calls each in one of them, the last first": [[((), ()), ((), ())], [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ())]],
     "one calls some without gradients": [[((), ()), ((), ())], [((), (0, 1)), ((), (5, 6))]],
 }
 
@@ -180,6 +185,117 @@ def test_gradients_of_several_open_forwards_are_those_of_plain_torch(case: str, 
         return engine.step(1e-2).grad_norm
 
     first, second = run_world((2, 1), program, 5.0, takes_turns=False)
-    sum(loss / len(parts) / 2 for rank in range(2) for parts in [of_forwards(plain, rank)] for loss in parts).backward()  # type: ignore[union-attr]
-    norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters() if parameter.grad is not None]).norm().item()
+    norm = norm_of(torch.stack([torch.stack(of_forwards(plain, rank)).mean() for rank in range(2)]).mean(), plain)
     assert first == second == pytest.approx(norm, rel=2e-5)
+
+
+class TwoTimes(nn.Module):
+    """Calls a chain twice in one forward, at first with or without gradients."""
+
+    def __init__(self, gradients: bool) -> None:
+        super().__init__()
+        self.chain = chain()
+        self._gradients = gradients
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self._gradients):
+            first = self.chain(hidden)
+        second: Tensor = self.chain(hidden + 2 * first)
+        return second + first
+
+
+class Stopping(Chosen):
+    """Raises KeyError before a layer."""
+
+    stops_at: int | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for index in self.order:
+            if index == self.stops_at:
+                raise KeyError(index)
+            hidden = self[index](hidden)
+        return hidden
+
+
+def norm_of(loss: Tensor, model: nn.Module) -> float:
+    loss.backward()  # type: ignore[no-untyped-call]
+    return torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm().item()
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_forward_may_call_all_units_twice(gradients: bool) -> None:
+    """As for two inputs of an encoder, or for an input that the model has made itself."""
+    models, plain = [TwoTimes(gradients), TwoTimes(gradients)], TwoTimes(gradients)
+
+    def program(backend: VirtualBackend) -> float:
+        model = models[backend.rank]
+        engine = shard(model, [f"chain.{index}" for index in range(LAYERS)], OPTIONS, backend=backend)
+        engine.backward(model(sample(backend.rank)).square().mean())
+        return engine.step(1e-2).grad_norm
+
+    loss = torch.stack([plain(sample(rank)).square().mean() for rank in range(2)]).mean()
+    assert run_world((2, 1), program, 5.0, takes_turns=False) == [pytest.approx(norm_of(loss, plain), rel=2e-5)] * 2
+
+
+@pytest.mark.parametrize("by_unit", [True, False], ids=["unit by unit", "as a module"])
+@pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "training"])
+@pytest.mark.parametrize("stops_at", [0, 2])
+def test_after_a_forward_that_raised_the_next_one_is_right(stops_at: int, evaluates: bool, by_unit: bool) -> None:
+    def make() -> Stopping:
+        model = Stopping(*chain())
+        model.order = range(LAYERS)
+        return model
+
+    models, plain = [make(), make()], make()
+
+    def program(backend: VirtualBackend) -> float:
+        model = models[backend.rank]
+        engine = sharded(model, backend)
+        model.stops_at = stops_at
+        with torch.set_grad_enabled(not evaluates), pytest.raises(KeyError):
+            model(sample(5))
+        model.stops_at = None
+        called = nn.Sequential.forward if by_unit else Stopping.__call__
+        engine.backward(called(model, sample(backend.rank)).square().mean())
+        return engine.step(1e-2).grad_norm
+
+    loss = torch.stack([plain(sample(rank)).square().mean() for rank in range(2)]).mean()
+    assert run_world((2, 1), program, 5.0, takes_turns=False) == [pytest.approx(norm_of(loss, plain), rel=2e-5)] * 2
+
+
+REFUSING = {
+    "stage 1": (Job(POLICIES[1]), Grid.of_nodes(2, 1)),
+    "stage 3, offloaded": (Job(with_offloaded_optimizer(POLICIES[3])), Grid.of_nodes(2, 1)),
+    "two tensor ranks": (Job(POLICIES[3]), Grid(4, 2, 1, 2)),
+}
+
+
+def refused(rank: Rank) -> str:
+    """The error of the second update, before which the last rank has asked for one more hop. Nothing may change."""
+    rank.step(0)
+    rank.accumulate(1)
+    rank.engine.finish_gradients()
+    rank.engine.finish_updates()
+    if rank.backend.rank == rank.backend.grid.world_size - 1:
+        rank.engine.ladder.hop_order.add(LANES[2], "more")
+    state = [*(unit.main_weight for unit in rank.engine.units), *rank.engine.optimizer.live_tensors()]
+    before = [tensor.clone() for tensor in state]
+    with pytest.raises(RuntimeError) as error:
+        rank.engine.update(1e-2)
+    assert all(torch.equal(*values) for values in zip(state, before, strict=True))
+    assert rank.engine.optimizer.steps == 1
+    return str(error.value)
+
+
+@pytest.mark.parametrize("case", REFUSING)
+def test_every_rank_refuses_the_update_and_keeps_weights_and_moments(case: str) -> None:
+    job, grid = REFUSING[case]
+    found = run_world(grid, lambda backend: refused(Rank(job, backend)))
+    assert len(set(found)) == 1 and "of unit more" in found[0]
+
+
+def test_an_update_ahead_of_the_host_is_refused_before_it_changes_a_weight() -> None:
+    def program(gpu: Gpu) -> str:
+        return refused(Rank(Job(POLICIES[3], shape=ModelShape(is_tied=False)), gpu.backend, lanes=gpu.lanes, streams=gpu.machine))
+
+    assert len(set(run_on_gpus((2, 1), program))) == 1

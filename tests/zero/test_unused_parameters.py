@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness.fake_streams.gpus import run_on_gpus
 from harness.small_engine import CLIP_GRAD, GLOBAL_BATCH, LEARNING_RATE, ROWS, Job, ModelShape, Rank, global_batch, plain_model
+from harness.small_state import Gathering
 from harness.worlds import run_world
 from torch import Tensor
 
+from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.folders import iteration_folder
+from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import Backend
 from megatron_zpp.comm.code import Code
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_offloaded_optimizer, with_secondary_weights, with_weight_differences
@@ -64,11 +71,17 @@ def plainly() -> tuple[list[float], dict[str, Tensor]]:
     return norms, {name: parameter.detach().flatten() for name, parameter in model.named_parameters()}
 
 
-def trained(rank: Rank) -> list[float]:
+def trained(rank: Rank, first: int = 0, last: int = len(USERS)) -> list[float]:
     """The norm of each step."""
-    norms = [rank.step(step)[1].grad_norm for step in range(len(USERS))]
+    norms = [rank.step(step)[1].grad_norm for step in range(first, last)]
     rank.engine.finish_updates()
     return norms
+
+
+def check_weights(rank: Rank, expected: dict[str, Tensor]) -> None:
+    for name, pieces in rank.own_main_weights().items():
+        for start, values in pieces:
+            torch.testing.assert_close(values, expected[name][start : start + values.numel()], rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("row", EXACT)
@@ -79,9 +92,7 @@ def test_weights_are_those_of_plain_adamw_which_passes_over_what_has_no_gradient
     def program(backend: Backend) -> None:
         rank = Sometimes(Job(EXACT[row], shape=SHAPE), backend)
         assert trained(rank) == pytest.approx(norms, rel=2e-5)
-        for name, pieces in rank.own_main_weights().items():
-            for start, values in pieces:
-                torch.testing.assert_close(values, weights[name][start : start + values.numel()], rtol=2e-4, atol=2e-5)
+        check_weights(rank, weights)
         assert rank.engine.optimizer.unused_steps == {"blocks.0.spare": 3, "blocks.1.spare": 3, BIAS: 2}
         rank.engine.close()
 
@@ -108,6 +119,38 @@ def test_every_stage_gives_the_same_bits(shape: tuple[int, int]) -> None:
         return {key: value for of_rank in run_world(shape, partial(program, EXACT[row])) for key, value in of_rank.items()}
 
     assert whole("stage 0") == whole("stage 1") == whole("stage 3") == whole("stage 3, offloaded")
+
+
+SAVED_AT = 5  # after steps that have passed each of them over; from then on all ranks use the spare parameters, or none, in any world
+
+
+@pytest.mark.parametrize(
+    ("world", "row"), [((1, 1), "stage 0"), ((3, 1), "stage 1"), ((2, 2), "stage 3, offloaded"), ((1, 2), "hpZ")], ids=str
+)
+def test_a_run_that_resumes_in_another_world_goes_on_as_if_it_had_not_been_saved(tmp_path: Path, world: tuple[int, int], row: str) -> None:
+    norms, weights = plainly()
+    gathering = Gathering(4)
+
+    def save(backend: Backend) -> None:
+        rank = Sometimes(Job(POLICIES[3], shape=SHAPE), backend)
+        assert trained(rank, 0, SAVED_AT) == pytest.approx(norms[:SAVED_AT], rel=2e-5)
+        saver = CheckpointSaver(tmp_path, share_of(rank.engine, with_moments=True), SaveOptions(), gathering.of(backend.rank))
+        saver.save(manifest_of(rank.engine, Progress(SAVED_AT, 96, 96), {}, with_moments=True))
+        rank.engine.close()
+
+    def resume(backend: Backend) -> None:
+        rank = Sometimes(Job(EXACT[row], shape=SHAPE), backend)
+        rank.engine.start_iteration(SAVED_AT)
+        with CheckpointReader(iteration_folder(tmp_path, SAVED_AT)) as reader:
+            assert reader.manifest.run["unused_steps"] == {"blocks.0.spare": 2, "blocks.1.spare": 2, BIAS: 2}
+            load_engine(rank.engine, reader, with_moments=True)
+        assert trained(rank, SAVED_AT) == pytest.approx(norms[SAVED_AT:], rel=2e-5)
+        check_weights(rank, weights)
+        assert rank.engine.optimizer.unused_steps == {"blocks.0.spare": 3, "blocks.1.spare": 3, BIAS: 2}
+        rank.engine.close()
+
+    run_world((2, 2), save)
+    run_world(world, resume)
 
 
 @pytest.mark.parametrize("row", LOSSY)
