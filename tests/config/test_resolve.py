@@ -132,7 +132,7 @@ def test_real_data_without_lr_gets_the_default_and_a_notice():
         ("--recompute-activations --recompute-method uniform", ["--recompute-method uniform", "without --recompute-granularity full"]),
         ("--checkpoint-activations --checkpoint-num-layers 3", ["--recompute-num-layers 3", "--num-layers 2", "choose 2 or less"]),
         ("--mock-data --data-path corpus", ["--mock-data", "--data-path corpus", "exclude", "give one"]),
-        ("--mock-data --data-args-path f", ["--data-args-path f", "cannot be read"]),
+        ("--mock-data --data-args-path f", ["--data-args-path f", "does not exist on this machine"]),
         ("--data-path a --train-data-path b", ["--data-path and --train-data-path", "exclude", "one of these ways"]),
         ("--train-data-path a --split 1", ["--split 1", "--train-data-path a", "exclude", "leave --split out"]),
         ("--data-path 0 a 1 b", ["--data-path", "a weight must be a positive number, not 0", "leave out"]),

@@ -54,7 +54,7 @@ def order_of_events(flags: list[str]) -> list[str]:
 def test_a_step_waits_for_the_copy_before_its_update_and_gathers_loss_and_stop_request_at_once(ranks: RankPool, tmp_path: Path) -> None:
     flags = f"--zero-stage 3 --train-iters 2 --global-batch-size 8 --iterations-to-skip 2 --save {tmp_path}"
     (events,) = ranks.run(1, 1, order_of_events, [*TINY, *flags.split()])
-    update = ["update", "gather_world of 4"]  # sums of squares of the 4 units
+    update = ["update", "gather_world of 6"]  # sums of squares of the 4 units, the order of hops, and which parameters are used
     step = ["finish_gradients", "state_bytes", "wait_for_copy", "request", "gather_world of 2", *update]
     skipped = ["request", "gather_world of 1"]
     assert events[: len(step) + len(skipped)] == [*step, *skipped]
