@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from megatron_zpp.comm.backend import CollectiveError
+from megatron_zpp.comm.hop_order import values_in_words
 from megatron_zpp.comm.lanes import Hop, ThreadLanes
-from megatron_zpp.parallel.topology import Direction
 
 _PATIENCE_SECONDS = 5.0  # for the words of ranks that fail at about the same time
 
@@ -48,8 +48,7 @@ class AskingLanes:
 
     def _tell(self) -> None:
         if not self._has_told and self._last is not None:
-            what = "weights" if self._last.lane.direction is Direction.CLIMB else "mean gradient"
-            self._store.set(str(self._rank), f"the {what} of unit {self._last.name}, its hop {self._asked}")
+            self._store.set(str(self._rank), f"{values_in_words(self._last.lane, self._last.name)}, its hop {self._asked}")
             self._has_told = True
 
     @contextmanager

@@ -59,12 +59,13 @@ def first_difference(texts: Sequence[str]) -> str:
             if own != others:
                 return (
                     f"{who}: after {place} messages over the {lane.link.value} link since the last step, rank 0 asked for "
-                    f"{_in_words(lane, own)} and rank {other} for {_in_words(lane, others)}"
+                    f"{values_in_words(lane, own)} and rank {other} for {values_in_words(lane, others)}"
                 )
     return f"{who}, more than {REMEMBERED} messages before the last one"
 
 
-def _in_words(lane: Lane, unit: str | None) -> str:
+def values_in_words(lane: Lane, unit: str | None) -> str:
+    """What a hop of this unit carries; None stands for no hop."""
     if unit is None:
         return "nothing more"
     return f"{'the weights' if lane.direction is Direction.CLIMB else 'the mean gradient'} of unit {unit}"

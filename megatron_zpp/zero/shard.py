@@ -173,7 +173,7 @@ def shard(
 
     groups = make_lane_groups(grid, rank, timeout, device) if backend is None else {}
     backend = backend or TorchBackend(grid, rank, groups)
-    lanes = _make_lanes(rank, world_size, device, is_virtual=not groups)
+    lanes = _make_lanes(rank, world_size, device, has_groups=bool(groups))
     if groups and device.type == "cuda":
         send_first_messages(backend, lanes, device)
     ladder = Ladder(backend, lanes, Ledger(grid, rank), device)
@@ -224,10 +224,10 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
         yield from weights.items()
 
 
-def _make_lanes(rank: int, world_size: int, device: torch.device, *, is_virtual: bool) -> Lanes:
+def _make_lanes(rank: int, world_size: int, device: torch.device, *, has_groups: bool) -> Lanes:
     """Lanes whose errors say what each rank has asked for last, where a thread moves them and torch.distributed carries them."""
     streams = streams_of(device)
-    if streams is not None or is_virtual:
+    if streams is not None or not has_groups:
         return make_lanes(streams)
     store = dist.PrefixStore(f"megatron_zpp/lanes/{next(_engines)}", dist.distributed_c10d._get_default_store())
     return AskingLanes(store, rank, world_size)

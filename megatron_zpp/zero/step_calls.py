@@ -29,6 +29,7 @@ class StepCalls:
         self._gradients = gradients
         self._ladder = ladder
         self._names = [placed.spec.name for gradient in gradients for placed in gradient.layout.params]
+        self._words = -(-len(self._names) // _BITS)
 
     @property
     def _order(self) -> HopOrder:
@@ -40,13 +41,18 @@ class StepCalls:
 
     def numbers(self) -> Tensor:
         """What this rank tells the others, [numel] fp64 on its device."""
-        bits = [index not in gradient.reached for gradient in self._gradients for index in range(len(gradient.layout.params))]
-        words = [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
-        row = torch.zeros(1 + len(words), dtype=torch.float64, device=self._ladder.device)
-        for column, value in enumerate((self._order.checksum, *words)):
+        row = torch.zeros(1 + self._words, dtype=torch.float64, device=self._ladder.device)
+        for column, value in enumerate((self._order.checksum, *self._unreached())):
             if value:
                 row[column].fill_(value)  # `row[column] = value` would wait for the device
         return row
+
+    def _unreached(self) -> list[int]:
+        """The parameters that this rank's loss has not reached, a bit each; nothing if there are none."""
+        if self.reaches_all():
+            return []
+        bits = [index not in gradient.reached for gradient in self._gradients for index in range(len(gradient.layout.params))]
+        return [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
 
     def differ(self, of_ranks: Tensor) -> Tensor:
         """Whether the ranks have asked for hops in different orders, [] bool on the device. of_ranks: `numbers` of every rank."""
@@ -60,9 +66,8 @@ class StepCalls:
         """The parameters that no rank's loss has reached. numbers: their last ones are those of `of_unused`, which are removed."""
         if self.reaches_all():
             return frozenset()
-        words = -(-len(self._names) // _BITS)
-        first = len(numbers) - words * self._ladder.grid.world_size
-        on_all = [reduce(and_, map(int, numbers[first + word :: words])) for word in range(words)]
+        first = len(numbers) - self._words * self._ladder.grid.world_size
+        on_all = [reduce(and_, map(int, numbers[first + word :: self._words])) for word in range(self._words)]
         del numbers[first:]
         return frozenset(name for index, name in enumerate(self._names) if on_all[index // _BITS] >> index % _BITS & 1)
 
