@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from megatron_zpp.config.batch_schedule import SUFFIXES
 from megatron_zpp.config.groups.data import TOKENIZER_FILES
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import model_flops, parameter_count
@@ -11,7 +12,6 @@ from megatron_zpp.training.hardware import TERA
 from megatron_zpp.training.run_plan import RunPlan
 
 COLUMNS = 120
-SUFFIXES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
 def wrapped(text: str, indent: str = "  ") -> str:
@@ -61,7 +61,7 @@ def mfu(plan: RunPlan, seconds: float) -> float | None:
 
 def short(number: float) -> str:
     """`512`, `1.86M`, `6.69B`: three digits and a suffix."""
-    for unit, suffix in SUFFIXES:
+    for suffix, unit in reversed(SUFFIXES.items()):
         if number >= 0.9995 * unit:
             return f"{rounded(number / unit, 3)}{suffix}"
     return rounded(number, 3)
