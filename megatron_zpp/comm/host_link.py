@@ -19,6 +19,8 @@ from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.host_slots import SLOTS
 from megatron_zpp.comm.streams import Event, Stream, Streams
 
+HOST = torch.device("cpu")
+
 
 class Arrival:
     """Values of the device on the host. values: where they are once `wait` has returned; without a copy, those of the device themselves."""
@@ -50,10 +52,12 @@ class _Slot:
 class HostLink:
     """Copies between a device and its host. streams: of the device; None if its memory is that of the host, so that nothing is copied.
 
+    host: where memory of the host is; the meta device in a plan.
     crossings: number of copies so far. pinned_bytes: memory that has been pinned.
     """
 
-    def __init__(self, streams: Streams | None) -> None:
+    def __init__(self, streams: Streams | None, host: torch.device = HOST) -> None:
+        self.host = host
         self._streams = streams
         self._down: Stream | None = None
         self._slots: list[_Slot] = []
@@ -70,7 +74,7 @@ class HostLink:
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] zeros on the host, which only the host reads and writes."""
         if self._streams is None:
-            return torch.zeros(numel, dtype=dtype, device="cpu")
+            return torch.zeros(numel, dtype=dtype, device=self.host)
         return self._streams.host_memory(numel, dtype, is_pinned=False)
 
     def arrivals(self, of_units: Sequence[Regions]) -> list[Arrival]:

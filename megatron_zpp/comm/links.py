@@ -24,7 +24,7 @@ from megatron_zpp.comm.codec import Codec, Regions
 from megatron_zpp.comm.codecs import recode_mean_into
 from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.comm.hop_order import HopOrder
-from megatron_zpp.comm.host_link import HostLink
+from megatron_zpp.comm.host_link import HOST, HostLink
 from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.comm.ledger import Category, Ledger
 from megatron_zpp.comm.link_codecs import LinkCodecs
@@ -58,6 +58,7 @@ class Ladder:
         device: torch.device,
         streams: Streams | None = None,
         waits: Waits | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self.grid = backend.grid
         self.topology = backend.grid.ladder
@@ -68,8 +69,8 @@ class Ladder:
         self.data_rank = self.grid.data_rank_of(backend.rank)
         self.tensor_rank = self.grid.tensor_rank_of(backend.rank)
         self.streams = streams or streams_of(device)
-        self.staging = Staging(device, self.streams)
-        self.host_link = HostLink(self.streams)
+        self.staging = staging or Staging(device, self.streams)
+        self.host_link = HostLink(self.streams, device if device.type == "meta" else HOST)
         self.hop_order = HopOrder()
         parts = (backend, ledger, self.staging, self.streams, waits or Waits())
         self.tensor_link = TensorLink(*parts) if self.grid.tensor_ranks > 1 else None

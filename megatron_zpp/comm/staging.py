@@ -33,7 +33,7 @@ class Staging:
         self.device = device
         self._streams = streams
         self._free: dict[tuple[int, Stream | None], deque[_Given]] = {}
-        self._takers: dict[int, Stream | None] = {}  # by address, of the buffers that are taken
+        self._takers: dict[int, Stream | None] = {}  # by identity of their storage, of the buffers that are taken
         self.allocated_bytes = 0
         self._lock = threading.Lock()
 
@@ -52,7 +52,7 @@ class Staging:
         if stream is not None and found is not None:
             stream.wait_event(found.event)
         with self._lock:
-            self._takers[buffer.data_ptr()] = stream
+            self._takers[_identity(buffer)] = stream
         return buffer
 
     def clear(self) -> None:
@@ -65,5 +65,10 @@ class Staging:
         """Takes a buffer back. The stream of its next user waits until the current stream has finished with it."""
         event = None if self._streams is None else self._streams.current().record_event()
         with self._lock:
-            taker = self._takers.pop(buffer.data_ptr())
+            taker = self._takers.pop(_identity(buffer))
             self._free.setdefault((buffer.numel(), taker), deque()).append(_Given(buffer, event))
+
+
+def _identity(buffer: Tensor) -> int:
+    """A number that no other storage has while this one exists. (The address of a tensor of a plan is 0.)"""
+    return buffer.untyped_storage()._cdata

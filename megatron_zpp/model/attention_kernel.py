@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.ops.device_kind import kind_of
 
 # In the order in which they are tried; the first that can run does.
 KERNELS = {
@@ -76,6 +77,8 @@ def attend(
         key_BKSD, value_BKSD = repeated_heads(query_BNSD, key_BKSD, value_BKSD)
         shares_heads = False
     is_plain = mask_B1SS is None and dropout == 0.0 and not shares_heads and query_BNSD.shape[2] % CUDNN_TOKENS == 0
+    if query_BNSD.is_meta:
+        return _planned(query_BNSD, key_BKSD, value_BKSD, dropout, backend, mask_B1SS)
     kernels = kernel_order(query_BNSD.device, backend, is_plain=is_plain, has_mask=mask_B1SS is not None)
     with nullcontext() if kernels is None else sdpa_kernel(kernels, set_priority=len(kernels) > 1):
         return F.scaled_dot_product_attention(
@@ -87,6 +90,30 @@ def attend(
             is_causal=mask_B1SS is None,
             enable_gqa=shares_heads,
         )
+
+
+def _planned(
+    query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float, backend: str, mask_B1SS: Tensor | None
+) -> Tensor:
+    """mixed_BNSD on the meta device, where torch itself would take plain products: by the kernel that is expected on the planned device.
+
+    On GPUs this is flash attention where it can run, otherwise efficient attention; cuDNN keeps what flash keeps.
+    """
+    is_causal = mask_B1SS is None
+    if backend in ("unfused", "local") or (kind_of("meta") == "cpu" and dropout > 0):
+        shares_heads = query_BNSD.shape[1] != key_BKSD.shape[1]
+        return F.scaled_dot_product_attention(
+            query_BNSD, key_BKSD, value_BKSD, mask_B1SS, dropout, is_causal=is_causal, enable_gqa=shares_heads
+        )
+    kernels, heads = torch.ops.aten, (query_BNSD, key_BKSD, value_BKSD)
+    mixed_BNSD: Tensor
+    if kind_of("meta") == "cpu":
+        mixed_BNSD, _ = kernels._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, is_causal, attn_mask=mask_B1SS)
+    elif is_causal and backend != "fused" and query_BNSD.dtype in (torch.bfloat16, torch.float16):
+        mixed_BNSD = kernels._scaled_dot_product_flash_attention(*heads, dropout, is_causal)[0]
+    else:
+        mixed_BNSD = kernels._scaled_dot_product_efficient_attention(*heads, mask_B1SS, True, dropout, is_causal)[0]
+    return mixed_BNSD
 
 
 def kernel_order(device: torch.device, backend: str, *, is_plain: bool, has_mask: bool) -> list[SDPBackend] | None:
@@ -157,10 +184,13 @@ def check_attention(device: torch.device, head: HeadShape, *, masks_documents: b
 
 def _takes_shared_heads(query_BNSD: Tensor, backend: str, *, has_mask: bool) -> bool:
     """Whether torch takes fewer key heads than query heads here. Of the fast kernels on GPUs only flash does, and only without a mask."""
-    if query_BNSD.device.type == "cpu" or backend in ("unfused", "local"):
+    kind = kind_of(query_BNSD.device.type)
+    if kind == "cpu" or backend in ("unfused", "local"):
         return True
     fits = query_BNSD.dtype in (torch.bfloat16, torch.float16) and query_BNSD.shape[-1] <= LARGEST_FLASH_CHANNELS
     if not fits or has_mask or backend not in ("auto", "flash"):
         return False
+    if query_BNSD.is_meta:
+        return True
     # torch.compile treats this call as a constant, unlike get_device_capability.
     return torch.cuda.get_device_properties(query_BNSD.device).major >= FLASH_MAJOR

@@ -7,6 +7,7 @@ Q of the S tokens; otherwise Q is S.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,7 +24,8 @@ from megatron_zpp.model.final import Final
 from megatron_zpp.model.initialization import initial_values
 from megatron_zpp.model.recompute import recomputed
 from megatron_zpp.model.rotary import RotaryPositions, Rotation
-from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.model.shapes import InitialValues, ModelShape
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.tensor_parallel.kept_inputs import KeptInputs
@@ -107,9 +109,9 @@ class GPT(nn.Module):
         """The properties of the heads that decide which attention kernel runs."""
         return head_shape_of(self.config, dtype, self._shape.tensor_ranks * self._context_ranks)
 
-    def unit_specs(self) -> tuple[UnitSpec, ...]:
-        """Every parameter once, grouped into the units that are gathered together."""
-        return self._shape.unit_specs(partial(initial_values, self.config, self.seed))
+    def unit_specs(self, values: Callable[[str, Division], InitialValues] | None = None) -> tuple[UnitSpec, ...]:
+        """Every parameter once, grouped into the units that are gathered together. values: initial ones, in place of the model's own."""
+        return self._shape.unit_specs(values or partial(initial_values, self.config, self.seed))
 
     def uses(self) -> tuple[Use, ...]:
         """The module calls of one forward in order, with the units that each reads. The first and the last read a tied embedding."""

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.ops.apex import apex_member
+from megatron_zpp.ops.device_kind import kind_of
 
 HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
 APEX_NORMS = {"LayerNorm": "FusedLayerNorm", "RMSNorm": "FusedRMSNorm"}
@@ -59,8 +60,8 @@ class CentredRMSNorm(RMSNorm):
 
 def rms_norm(values: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     """values / sqrt(mean of their squares + epsilon) * gain over the last dim, rounded once to the dtype of the values."""
-    if values.is_cuda and HAS_FUSED_RMS_NORM:
-        return F.rms_norm(values, gain.shape, gain, epsilon)
+    if kind_of(values.device.type) == "cuda" and HAS_FUSED_RMS_NORM:
+        return F.rms_norm(values, gain.shape, gain, epsilon) if values.is_cuda else _planned_rms_norm(values, gain)
     normed: Tensor = _RMSNorm.apply(values, gain, epsilon)
     return normed
 
@@ -89,3 +90,22 @@ class _RMSNorm(torch.autograd.Function):
         grad_values = scale * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
         grad_gain = (grad.float() * normed).flatten(0, -2).sum(0)
         return grad_values.to(values.dtype), grad_gain.to(gain.dtype), None
+
+
+class _PlannedRMSNorm(torch.autograd.Function):
+    """What torch's fused kernel keeps and makes. On the meta device torch has its parts alone."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(values, gain, values.new_empty((*values.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        values, gain, _ = ctx.saved_tensors
+        return torch.empty_like(values, memory_format=torch.contiguous_format), torch.empty_like(gain)
+
+
+def _planned_rms_norm(values: Tensor, gain: Tensor) -> Tensor:
+    normed: Tensor = _PlannedRMSNorm.apply(values, gain)
+    return normed

@@ -51,7 +51,7 @@ class UnitRandomness:
 
         Ranks that share layers or divide samples have different heads, so they draw different numbers.
         """
-        if not is_needed:
+        if not is_needed or device.type == "meta":
             return nullcontext()
         of_tensor_rank = () if self.tensor is None else (self.tensor.link.rank + 1,)
         of_context_rank = () if self.context is None else (-1 - self.context.rank,)

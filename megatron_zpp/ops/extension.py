@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.ops import planned
 from megatron_zpp.ops.build import (
     ARCHITECTURES_VARIABLE,
     PLACES_OF_NVCC,
@@ -31,6 +32,7 @@ from megatron_zpp.ops.build import (
     cuda_architectures,
     has_nvcc,
 )
+from megatron_zpp.ops.device_kind import kind_of
 from megatron_zpp.ops.gpu_code import why_not_for_all_gpus
 from megatron_zpp.ops.trust import why_not_loadable
 
@@ -122,11 +124,15 @@ def has_kernels_for(device_type: str) -> bool:
 
 def ops_for(tensor: Tensor, reference: ModuleType) -> ModuleType | Any:
     """The module whose functions run the ops, except those of the loss, on this tensor: the kernels, or else the reference."""
+    if tensor.is_meta:
+        return planned
     return torch.ops.megatron_zpp if has_kernels_for(tensor.device.type) else reference
 
 
 def has_loss_kernels_for(device_type: str) -> bool:
-    """Whether the ops of the loss run on kernels on this type of device."""
+    """Whether the ops of the loss run on kernels on this type of device. Of a GPU that is planned it is assumed."""
+    if device_type == "meta":
+        return kind_of(device_type) == "cuda"
     return _serves(device_type) and _are_registered(LOSS_OPS, device_type)
 
 

@@ -6,12 +6,13 @@ exists in fp32 beside 16-bit logits. Elsewhere megatron_zpp.ops.softmax_referenc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops import extension, softmax_reference
+from megatron_zpp.ops import extension, planned, softmax_reference
 from megatron_zpp.ops.checks import VALUE_DTYPES, check_equal, check_rows_apart, check_same_device, check_values
 
 LOGIT_DTYPES = (*VALUE_DTYPES, torch.float64)  # the last without kernels
@@ -57,7 +58,7 @@ def softmax_parts(logits_TC: Tensor, labels_T: Tensor, columns: Columns, *, over
     _check_tokens(logits_TC, labels=labels_T)
     parts = LogitParts(*(torch.empty(labels_T.shape, dtype=torch.float32, device=logits_TC.device) for _ in LogitParts._fields))
     if _has_kernels_for(logits_TC):
-        torch.ops.megatron_zpp.softmax_parts(logits_TC, labels_T.contiguous(), *columns, *parts)
+        _kernels_for(logits_TC).softmax_parts(logits_TC, labels_T.contiguous(), *columns, *parts)
     else:
         softmax_reference.softmax_parts(logits_TC, labels_T, *columns, *parts, overwrites=overwrites)
     return parts
@@ -77,12 +78,16 @@ def softmax_gradient(logits_TC: Tensor, first: int, terms: TokenTerms, gradient_
     _check_tokens(logits_TC, gradient=gradient_TC, labels=terms.labels_T, largest=terms.largest_T, sums=terms.sums_T)
     _check_tokens(logits_TC, grad_loss=terms.grad_loss_T)
     labels_T, *numbers = (term.contiguous() for term in terms)
-    ops = torch.ops.megatron_zpp if _has_kernels_for(logits_TC) else softmax_reference
+    ops = _kernels_for(logits_TC) if _has_kernels_for(logits_TC) else softmax_reference
     ops.softmax_gradient(logits_TC, labels_T, first, *numbers, gradient_TC)
 
 
 def _has_kernels_for(logits_TC: Tensor) -> bool:
     return logits_TC.dtype in VALUE_DTYPES and extension.has_loss_kernels_for(logits_TC.device.type)
+
+
+def _kernels_for(logits_TC: Tensor) -> ModuleType | Any:
+    return planned if logits_TC.is_meta else torch.ops.megatron_zpp
 
 
 def _check_tokens(logits_TC: Tensor, **terms: Tensor) -> None:

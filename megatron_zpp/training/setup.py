@@ -25,6 +25,7 @@ from megatron_zpp.model.document_attention import describe as describe_documents
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
@@ -126,14 +127,19 @@ def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, lad
 
 def build_engine(config: Config, model: GPT, ladder: Ladder, instruments: Instruments) -> ZeroEngine:
     """Engine that shards the model. It allocates the storage of the model, and of kept inputs of recomputed chunks if it is to last."""
-    optimizer, zero = config.optimizer, config.zero
-    dtype = working_dtype(config.precision)
-    kept_inputs = build_kept_inputs(config, dtype, ladder)
+    kept_inputs = build_kept_inputs(config, working_dtype(config.precision), ladder)
     if kept_inputs is not None:
         model.keep_inputs(kept_inputs)
-    options = EngineOptions(
+    options = engine_options(config, instruments.observer)
+    return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, _loss_scaler(config.precision))
+
+
+def engine_options(config: Config, observer: Observer) -> EngineOptions:
+    """The options of an engine that flags ask for."""
+    optimizer, zero = config.optimizer, config.zero
+    return EngineOptions(
         policy=choose_policy(zero),
-        dtype=dtype,
+        dtype=working_dtype(config.precision),
         block_numel=zero.quantization_block_size,
         prefetch=prefetch_of(zero),
         adam=AdamOptions(
@@ -143,9 +149,8 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, instruments: Instru
         full_precision_iterations=zero.zero_full_precision_iters,
         noise_seed=config.training.seed,
         counts_zeros=config.logging.log_num_zeros_in_grad,
-        observer=instruments.observer,
+        observer=observer,
     )
-    return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, _loss_scaler(config.precision))
 
 
 def _loss_scaler(precision: PrecisionConfig) -> LossScaler:

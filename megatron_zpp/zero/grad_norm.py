@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.ops.device_kind import kind_of
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.squared_sums import SquaredSums
@@ -48,7 +49,7 @@ def _squared_norm(
 
 def _sum_in_order(values: Tensor) -> Tensor:
     """The sum of [numel] fp64: one after the other on a CPU; a GPU adds in an order of its own, always the same."""
-    return values.sum() if values.is_cuda else values.cumsum(0)[-1]
+    return values.sum() if kind_of(values.device.type) == "cuda" else values.cumsum(0)[-1]
 
 
 def counted_values(layout: FlatLayout, own: Regions, own_slice: int) -> Iterator[Tensor]:

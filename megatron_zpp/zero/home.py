@@ -33,5 +33,5 @@ class Home:
 def home_of(policy: Policy, ladder: Ladder) -> Home:
     """The home that the policy gives to the optimizer's state."""
     if policy.optimizer is Rung.HOST:
-        return Home(torch.device("cpu"), ladder.host_link, runs_behind=False, is_host=True)
+        return Home(ladder.host_link.host, ladder.host_link, runs_behind=False, is_host=True)
     return Home(ladder.device, HostLink(None), runs_behind=ladder.streams is not None)

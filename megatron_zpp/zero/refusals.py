@@ -83,8 +83,8 @@ def refuse_order(use: Use) -> None:
 
 def refuse_views(unit: WeightUnit, outputs: Sequence[Tensor]) -> None:
     """Refuses outputs that are views of the unit's weights, whose storage is freed when the unit rests. Call it while they are there."""
-    weights = unit.parameters[0].untyped_storage().data_ptr()
-    if any(_storage_address(output) == weights for output in outputs):
+    weights = unit.parameters[0].untyped_storage()._cdata
+    if any(_storage_of(output) == weights for output in outputs):
         raise RuntimeError(
             f"unit {unit.name}: a module returns a view of its weights, which are freed after its call; let it return a copy (.clone())"
         )
@@ -152,9 +152,9 @@ def _refuse_load(module: nn.Module, *arguments: Any) -> None:
     raise RuntimeError("the weights of a sharded module are not in its parameters, so it cannot load any; load them before shard()")
 
 
-def _storage_address(tensor: Tensor) -> int:
-    """Where the values of a tensor begin in memory; 0 if it has no storage of its own."""
+def _storage_of(tensor: Tensor) -> int:
+    """The identity of the storage of a tensor; 0 if it has none of its own."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses that hold other tensors
         return 0

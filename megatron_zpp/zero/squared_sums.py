@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops.apex import apex_member
+from megatron_zpp.ops.device_kind import kind_of
 from megatron_zpp.zero.norm_memory import CHUNK_NUMEL
 
 # Called with the tensors of each unit, [numel] and not empty, and with their device. Returns [units] fp64; a unit without tensors has 0.
@@ -23,7 +24,7 @@ def squared_sums_for(device: torch.device, adam_backend: str) -> SquaredSums:
     """The sums of Apex beside its optimizer. Otherwise those of torch, which are fast on this device."""
     if adam_backend == "apex":
         return squared_sums_by_apex
-    return squared_sums_at_once if device.type == "cuda" else squared_sums_by_chunks
+    return squared_sums_at_once if kind_of(device.type) == "cuda" else squared_sums_by_chunks
 
 
 def squared_sums_by_chunks(units: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:

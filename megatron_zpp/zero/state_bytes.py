@@ -31,5 +31,5 @@ def state_bytes(units: Sequence[WeightUnit], gradients: Sequence[UnitGradient], 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages of these tensors; one that several of them share counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

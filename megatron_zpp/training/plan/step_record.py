@@ -1,0 +1,219 @@
+"""Runs steps of the engine under a recorded model, and notes what they send and the most memory that they take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.staging import Staging
+from megatron_zpp.monitor.observer import Observer
+from megatron_zpp.ops.device_kind import standing_for
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.plan.hollow_model import HollowModel, Player
+from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
+from megatron_zpp.training.plan.model_record import ACTIVATIONS, Event, ModelRecord, Part
+from megatron_zpp.training.plan.operators import Operators
+from megatron_zpp.training.plan.program import Segment
+from megatron_zpp.training.plan.recorder import (
+    META,
+    RecordedBackend,
+    RecordedLedger,
+    RecordedLanes,
+    RecordedStreamLanes,
+    RecordedStreams,
+    RecordedThreadLanes,
+    Recorder,
+)
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine_options import EngineOptions
+from megatron_zpp.zero.gradients import UnitGradient
+from megatron_zpp.zero.policy import Rung
+from megatron_zpp.zero.unit import WeightUnit
+
+WEIGHTS, GRADIENTS, OPTIMIZER, COPY = "weights", "gradients", "optimizer state", "copy of weights"
+GATHERED, PAYLOADS, OTHER = "gathered units", "payload buffers", "other tensors"
+RECORDED_MICROBATCHES = 3  # the first, one between, and the last
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that existed at once, by kind. moment: when."""
+
+    total: int
+    by_kind: Mapping[str, int]
+    moment: str
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What the engine does and takes under a model.
+
+    segments: of one step in the middle of a run. peaks: by whether the activations of each span of uses are kept at that time.
+    on_host: the most bytes in memory of a host that is not the device, by kind. states, host_states: by unit and kind, what it keeps at the
+    end of the last backward.
+    """
+
+    segments: list[Segment]
+    peaks: Mapping[tuple[bool, ...], Peak]
+    on_host: Mapping[str, int]
+    states: Mapping[str, Counter[str]]
+    host_states: Mapping[str, Counter[str]]
+
+
+class _CountedStaging(Staging):
+    live: LiveMemory | None = None
+
+    def take(self, nbytes: int) -> Tensor:
+        if self.live is None:
+            return super().take(nbytes)
+        with self.live.of_kind(PAYLOADS):
+            return super().take(nbytes)
+
+
+class _SegmentObserver(Observer):
+    """Begins a segment with every use."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.segments: list[Segment] = []
+        self.microbatch: int | None = 0
+
+    def begin_unit(self, verb: str, name: str) -> None:
+        self.begin(verb, name)
+
+    def begin(self, verb: str, name: str = "") -> None:
+        segment = Segment(self.microbatch, verb, name)
+        self.segments.append(segment)
+        self._recorder.items = segment.items
+
+    @property
+    def moment(self) -> str:
+        return f"{self.segments[-1].verb} {self.segments[-1].name}".strip() if self.segments else "start"
+
+
+class EngineRun:
+    """An engine on tensors without values. spans: uses, in each of which the activations are kept at the same time."""
+
+    def __init__(
+        self, record: ModelRecord, options: EngineOptions, grid: Grid, kind: str, workspace: Workspace, spans: Sequence[range], base: Counter[str]
+    ) -> None:
+        self._record = record
+        self._spans = spans
+        self._kind = kind
+        self.recorder = recorder = Recorder(notes_streams=False)
+        self._observer = _SegmentObserver(recorder)
+        self._peaks: dict[tuple[bool, ...], Peak] = {}
+        self._host_peak: Counter[str] = Counter()
+        self._external = sum(base.values())
+        self._base = base
+        self._held = [False] * len(spans)
+        self._states: dict[str, Counter[str]] = {}
+        self._host_states: dict[str, Counter[str]] = {}
+        operators = Operators(recorder)
+        self._live = operators.live = LiveMemory(workspace, self._at_peak, operators)
+        self._player = Player(record, self._on_part)
+        self._options = options
+        self._grid = grid
+
+    def run(self, microbatches: int) -> StepRecord:
+        """The second step, of so many micro-batches; the first one has one."""
+        recorder, live, observer = self.recorder, self._live, self._observer
+        streams = RecordedStreams(recorder) if self._kind == "cuda" else None
+        lanes: RecordedLanes = RecordedThreadLanes(recorder) if streams is None else RecordedStreamLanes(recorder, streams)
+        ledger = RecordedLedger(self._grid, 0)
+        ledger.recorder = recorder
+        staging = _CountedStaging(META, streams)
+        staging.live = live
+        if streams is not None:
+            streams.live = live
+        backend = RecordedBackend(self._grid, recorder, has_streams=streams is not None)
+        ladder = Ladder(backend, lanes, ledger, META, streams, staging=staging)
+        model = HollowModel(self._record, self._player, lambda: live.of_kind(None))
+        with standing_for(self._kind), live, live.of_kind(OTHER):
+            options = EngineOptions(**{**vars(self._options), "observer": observer})
+            engine = ZeroEngine(model, self._record.units, self._record.uses, options, ladder)
+            for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
+                self._name_states(unit, _sums_of(gradient), list(moments.values()))
+            self._step(engine, model, 1)
+            observer.segments.clear()
+            self._step(engine, model, microbatches)
+            segments = list(observer.segments)
+            recorder.items = []
+            engine.close()
+        return StepRecord(segments, self._peaks, self._host_peak, self._states, self._host_states)
+
+    def _step(self, engine: ZeroEngine, model: HollowModel, microbatches: int) -> None:
+        observer = self._observer
+        for microbatch in range(microbatches):
+            observer.microbatch = microbatch
+            self._player.begin()
+            loss = model()
+            engine.backward(loss, microbatches=microbatches, is_last_microbatch=microbatch == microbatches - 1)
+            self._player.play_all()
+            del loss
+        observer.microbatch = None
+        observer.begin("update")
+        for unit in engine.units:
+            self._live.name((tensor for tensor in unit.live_tensors() if not self._is_full(unit, tensor)), COPY)
+        self._note_states(engine)
+        engine.step(1e-3)
+
+    def _note_states(self, engine: ZeroEngine) -> None:
+        for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
+            rungs = [tensor for tensor in unit.live_tensors() if not self._is_full(unit, tensor) or self._keeps_full]
+            tensors = [*rungs, *unit.tensors_at_home(), *_sums_of(gradient), *moments.values()]
+            self._states[unit.name], self._host_states[unit.name] = self._live.bytes_of(tensors)
+
+    def _name_states(self, unit: WeightUnit, gradients: Sequence[Tensor], moments: Sequence[Tensor]) -> None:
+        live = self._live
+        live.name([unit.main_weight], WEIGHTS)
+        live.name(gradients, GRADIENTS)
+        live.name(moments, OPTIMIZER)
+        for tensor in unit.live_tensors():
+            if self._is_full(unit, tensor):
+                live.resizable([tensor], WEIGHTS if self._keeps_full else GATHERED)
+            else:
+                live.name([tensor], COPY)
+
+    @property
+    def _keeps_full(self) -> bool:
+        return self._options.policy.weights_in_step is Rung.FULL
+
+    @staticmethod
+    def _is_full(unit: WeightUnit, tensor: Tensor) -> bool:
+        return tensor is unit._full
+
+    def _on_part(self, part: Part) -> None:
+        self.recorder.items += part.items
+        mark = part.mark
+        for index, span in enumerate(self._spans):
+            if mark.event is Event.FORWARD and mark.use in span:
+                self._held[index] = True
+            elif mark.event is Event.BACKWARD and mark.use < span.start:
+                self._held[index] = False
+        self._note(self._external + part.peak, part.peak)
+        self._external += part.change
+
+    def _at_peak(self, workspace: int) -> None:
+        self._note(self._external + workspace, workspace)
+
+    def _note(self, beside: int, more: int) -> None:
+        live, held = self._live, tuple(self._held)
+        resized = live.resized()
+        total = live.total + sum(resized.values()) + beside
+        known = self._peaks.get(held)
+        if known is None or total > known.total:
+            kinds = live.by_kind + resized + Counter({ACTIVATIONS: self._external + more - sum(self._base.values())}) + self._base
+            self._peaks[held] = Peak(total, kinds, self._observer.moment)
+        if sum(live.on_host.values()) > sum(self._host_peak.values()):
+            self._host_peak = Counter(live.on_host)
+
+
+def _sums_of(gradient: UnitGradient) -> list[Tensor]:
+    return [gradient.total, *gradient.primary.parts(), *gradient.resting.parts()]
