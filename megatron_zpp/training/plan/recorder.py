@@ -312,15 +312,22 @@ class RecordedStreamLanes(RecordedLanes):
 
 
 class RecordedThreadLanes(RecordedLanes):
-    """As the lanes of a thread whose links are so slow that every hop is waited for: what can begin has begun, and nothing has ended."""
+    """As the lanes of a thread whose links are so slow that every hop is waited for: what can begin has begun, and nothing has ended.
+
+    waits_for_last: only the last hop of every climb and descent is slow.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
+        self.waits_for_last = False
         self._queues: dict[Lane, deque[Hop]] = {lane: deque() for lane in LANES}
 
     def carry_out(self, hop: Hop) -> None:
         self._queues[hop.lane].append(hop)
         self._begin_all()
+        if self.waits_for_last and hop.after is not None:
+            self.land(hop.after)
+            self._begin_all()
 
     def land(self, hop: Hop) -> None:
         while not hop.has_landed:
@@ -340,10 +347,10 @@ class RecordedThreadLanes(RecordedLanes):
     def _begin_all(self) -> None:
         """Prepares and launches what the rules of comm/lanes.py allow."""
         for queue in self._queues.values():
-            for place, hop in enumerate(islice(queue, MOST_CROSSING + 1)):
+            for hop in islice(queue, MOST_CROSSING + 1):
                 if hop.prepared == NEVER:
                     if hop.after is not None and not hop.after.has_landed:
                         break
                     self._prepare(hop)
-                if place < MOST_CROSSING and hop.launched == NEVER:
-                    self._launch(hop)
+                if hop.launched == NEVER:
+                    self._launch(hop)  # of the last one: once the first has crossed, and before it has landed (comm/moves.py)

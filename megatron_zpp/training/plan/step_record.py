@@ -122,7 +122,7 @@ class EngineRun:
         self._grid = grid
 
     def run(self, microbatches: int) -> StepRecord:
-        """The second step, of so many micro-batches; the first one has one."""
+        """A step of so many micro-batches, after short ones, which leave buffers behind."""
         recorder, live, observer = self.recorder, self._live, self._observer
         streams = RecordedStreams(recorder) if self._kind == "cuda" else None
         lanes: RecordedLanes = RecordedThreadLanes(recorder) if streams is None else RecordedStreamLanes(recorder, streams)
@@ -140,6 +140,10 @@ class EngineRun:
             engine = ZeroEngine(model, self._record.units, self._record.uses, options, ladder)
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
                 self._name_states(unit, _sums_of(gradient), list(moments.values()))
+            if isinstance(lanes, RecordedThreadLanes):  # in a long run any of its links is the slowest at some time
+                lanes.waits_for_last = True
+                self._step(engine, model, 1)
+                lanes.waits_for_last = False
             self._step(engine, model, 1)
             observer.segments.clear()
             self._step(engine, model, microbatches)
