@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,7 +18,7 @@ from megatron_zpp.comm.ledger import Category, Ledger, Traffic, link_traffic
 from megatron_zpp.comm.moves import NEVER
 from megatron_zpp.ops.planned import CodecWork, listening
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Lane
+from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Direction, Lane
 from megatron_zpp.training.plan.live_memory import LiveMemory
 from megatron_zpp.training.plan.program import (
     COMPUTATION,
@@ -314,18 +314,18 @@ class RecordedStreamLanes(RecordedLanes):
 class RecordedThreadLanes(RecordedLanes):
     """As the lanes of a thread whose links are so slow that every hop is waited for: what can begin has begun, and nothing has ended.
 
-    waits_for_last: only the last hop of every climb and descent is slow.
+    fast_at_first: of climbs or descents in these directions only the last hop is slow.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self.waits_for_last = False
+        self.fast_at_first: Set[Direction] = frozenset()
         self._queues: dict[Lane, deque[Hop]] = {lane: deque() for lane in LANES}
 
     def carry_out(self, hop: Hop) -> None:
         self._queues[hop.lane].append(hop)
         self._begin_all()
-        if self.waits_for_last and hop.after is not None:
+        if hop.after is not None and hop.lane.direction in self.fast_at_first:
             self.land(hop.after)
             self._begin_all()
 

@@ -15,6 +15,7 @@ from megatron_zpp.comm.staging import Staging
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import Direction
 from megatron_zpp.training.plan.hollow_model import HollowModel, Player
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.model_record import ACTIVATIONS, Event, ModelRecord, Part
@@ -140,11 +141,12 @@ class EngineRun:
             engine = ZeroEngine(model, self._record.units, self._record.uses, options, ladder)
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
                 self._name_states(unit, _sums_of(gradient), list(moments.values()))
-            if isinstance(lanes, RecordedThreadLanes):  # in a long run any of its links is the slowest at some time
-                lanes.waits_for_last = True
+            if isinstance(lanes, RecordedThreadLanes):  # in a long run each link is the slowest at some time
+                for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}, set[Direction]()):
+                    lanes.fast_at_first = directions
+                    self._step(engine, model, 1)
+            else:
                 self._step(engine, model, 1)
-                lanes.waits_for_last = False
-            self._step(engine, model, 1)
             observer.segments.clear()
             self._step(engine, model, microbatches)
             segments = list(observer.segments)
