@@ -38,6 +38,7 @@ from megatron_zpp.training.plan.program import (
 META = torch.device("meta")
 OTHER = "other"  # the kind of what the engine makes for a moment
 PAYLOADS = "payload buffers"
+KEPT_INPUTS = "inputs of recomputed chunks"
 
 
 @dataclass
@@ -164,7 +165,8 @@ class RecordedStreams:
     def host_memory(self, numel: int, dtype: torch.dtype, *, is_pinned: bool = True) -> Tensor:
         if self.live is None:
             return torch.zeros(numel, dtype=dtype, device=META)
-        with self.live.of_kind("pinned staging" if is_pinned else "main weights", on_host=True):
+        kind = self.live.kind if self.live.kind == KEPT_INPUTS else "pinned staging" if is_pinned else "main weights"
+        with self.live.of_kind(kind, on_host=True):
             return torch.zeros(numel, dtype=dtype, device=META)
 
 

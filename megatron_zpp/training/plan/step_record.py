@@ -30,6 +30,7 @@ from megatron_zpp.training.plan.recorder import (
     RecordedThreadLanes,
     Recorder,
 )
+from megatron_zpp.training.step import gather_numbers
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.gradients import UnitGradient
@@ -38,7 +39,6 @@ from megatron_zpp.zero.unit import WeightUnit
 
 WEIGHTS, GRADIENTS, OPTIMIZER, COPY = "weights", "gradients", "optimizer state", "copy of weights"
 GATHERED, PAYLOADS, OTHER = "gathered units", "payload buffers", "other tensors"
-RECORDED_MICROBATCHES = 3  # the first, one between, and the last
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class EngineRun:
     """An engine on tensors without values. spans: uses, in each of which the activations are kept at the same time."""
 
     def __init__(
-        self, record: ModelRecord, options: EngineOptions, grid: Grid, kind: str, workspace: Workspace, spans: Sequence[range], base: Counter[str]
+        self, record: ModelRecord, options: EngineOptions, grid: Grid, kind: str, workspace: Workspace, spans: Sequence[range]
     ) -> None:
         self._record = record
         self._spans = spans
@@ -110,8 +110,7 @@ class EngineRun:
         self._observer = _SegmentObserver(recorder)
         self._peaks: dict[tuple[bool, ...], Peak] = {}
         self._host_peak: Counter[str] = Counter()
-        self._external = sum(base.values())
-        self._base = base
+        self._external = sum(record.lasting.values())
         self._held = [False] * len(spans)
         self._states: dict[str, Counter[str]] = {}
         self._host_states: dict[str, Counter[str]] = {}
@@ -162,7 +161,9 @@ class EngineRun:
         for unit in engine.units:
             self._live.name((tensor for tensor in unit.live_tensors() if not self._is_full(unit, tensor)), COPY)
         self._note_states(engine)
-        engine.step(1e-3)
+        engine.finish_gradients()
+        report = gather_numbers([0.0], engine).mean(dim=(0, 1))  # the losses
+        engine.update(1e-3, report=report)
 
     def _note_states(self, engine: ZeroEngine) -> None:
         for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
@@ -197,22 +198,24 @@ class EngineRun:
                 self._held[index] = True
             elif mark.event is Event.BACKWARD and mark.use < span.start:
                 self._held[index] = False
-        self._note(self._external + part.peak, part.peak)
+        self._note(self._external + part.peak)
         self._external += part.change
 
     def _at_peak(self, workspace: int) -> None:
-        self._note(self._external + workspace, workspace)
+        self._note(self._external + workspace)
 
-    def _note(self, beside: int, more: int) -> None:
+    def _note(self, beside: int) -> None:
         live, held = self._live, tuple(self._held)
         resized = live.resized()
         total = live.total + sum(resized.values()) + beside
         known = self._peaks.get(held)
         if known is None or total > known.total:
-            kinds = live.by_kind + resized + Counter({ACTIVATIONS: self._external + more - sum(self._base.values())}) + self._base
+            kinds = live.by_kind + resized + self._record.lasting
+            kinds[ACTIVATIONS] += beside - sum(self._record.lasting.values())
             self._peaks[held] = Peak(total, kinds, self._observer.moment)
-        if sum(live.on_host.values()) > sum(self._host_peak.values()):
-            self._host_peak = Counter(live.on_host)
+        on_host = live.on_host + self._record.lasting_on_host
+        if sum(on_host.values()) > sum(self._host_peak.values()):
+            self._host_peak = on_host
 
 
 def _sums_of(gradient: UnitGradient) -> list[Tensor]:
