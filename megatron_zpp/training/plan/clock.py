@@ -22,7 +22,6 @@ Assumptions:
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields

@@ -37,6 +37,10 @@ class Workspace:
     is_on_gpu: bool
     is_deterministic: bool = False
 
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.is_on_gpu else "cpu"
+
     def bytes_of(self, operator: Any, args: tuple[Any, ...]) -> int:
         if not self.is_on_gpu:
             return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import astuple, dataclass
 
 
@@ -59,7 +58,7 @@ class HostSpeed:
 class Machine:
     """The speeds of a machine.
 
-    flops_per_second: of the products of one rank; inf if only memory and bytes are asked for.
+    flops_per_second: of the products of one rank.
     inter_exchange_efficiency: share of the inter link's rate that hops of quantized values reach. tensor: the link between ranks that share
     layers; None: as fast as `intra`. host: None if the device is the host.
     """
@@ -68,7 +67,7 @@ class Machine:
     intra: LinkSpeed
     codec: CodecSpeed
     overlap: Overlap
-    flops_per_second: float = math.inf
+    flops_per_second: float
     inter_exchange_efficiency: float = 1.0
     tensor: LinkSpeed | None = None
     host: HostSpeed | None = None

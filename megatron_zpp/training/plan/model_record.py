@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.ledger import Traffic
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.training.plan.kinds import ACTIVATIONS
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.operators import Operators
 from megatron_zpp.training.plan.program import Item
 from megatron_zpp.training.plan.recorder import RecordedStreams, Recorder
 from megatron_zpp.zero.hooks import hook_uses
-
-ACTIVATIONS = "activations"
 
 
 class Event(enum.Enum):

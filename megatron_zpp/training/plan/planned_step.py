@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.config.schema import Config
+from megatron_zpp.config.schema import Config, DistributedConfig, ModelConfig, PrecisionConfig
 from megatron_zpp.data.loader import MicroBatch
 from megatron_zpp.model.chunks import recomputed_chunks
 from megatron_zpp.model.shapes import InitialValues
@@ -28,16 +28,16 @@ from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.kept_inputs import build_kept_inputs
 from megatron_zpp.training.plan.clock import RECORDED_MICROBATCHES
+from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.model_record import Event, ModelRecord, record_model
 from megatron_zpp.training.plan.program import Booked, Compute, Cross, Item, Segment, Submit
-from megatron_zpp.training.plan.recorder import KEPT_INPUTS, META, NoLanes, RecordedBackend, RecordedLedger, RecordedStreams, Recorder
+from megatron_zpp.training.plan.recorder import META, NoLanes, RecordedBackend, RecordedLedger, RecordedStreams, Recorder
 from megatron_zpp.training.plan.repeats import Repeat, without_repeats
 from megatron_zpp.training.plan.step_record import EngineRun, StepRecord
 from megatron_zpp.training.setup import build_model, engine_options, working_dtype
 from megatron_zpp.training.sharding import prefetch_of
 from megatron_zpp.training.step import microbatch_loss
-
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PlannedStep:
                 for kind, nbytes in self.engine.host_states[unit].items():
                     on_host[kind] += repeat.times * nbytes
             if is_held:
-                on_device["activations"] += repeat.times * self._kept_by(repeat)
+                on_device[ACTIVATIONS] += repeat.times * self._kept_by(repeat)
         return PlannedMemory(on_device, on_host, peak.moment)
 
     def _kept_by(self, repeat: Repeat) -> int:
@@ -145,41 +145,67 @@ class PlannedStep:
         return found
 
 
-def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, kind: str) -> PlannedStep:
-    """The step of a resolved configuration. kind: of the devices, cpu or cuda."""
+def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: bool) -> PlannedStep:
+    """The step of a resolved configuration."""
     small, repeats = without_repeats(config.model, prefetch_of(config.zero))
-    config = replace(config, model=small)
-    training = config.training
+    config = replace(config, model=small).with_values(compile=False)
+    training, workspace = config.training, Workspace(is_on_gpu, config.training.deterministic_mode)
     microbatches = training.global_batch_size // (training.micro_batch_size * grid.sample_groups)
-    model = _recorded(config, grid, padded_vocab_size, kind)
+    model = _recorded(_ModelJob.of(config, grid, padded_vocab_size, workspace))
     options = engine_options(config, Observer())
     options = replace(options, full_precision_iterations=min(1, options.full_precision_iterations))
-    run = EngineRun(model, options, grid, kind, _workspace(config, kind), [repeat.uses for repeat in repeats])
+    run = EngineRun(model, options, grid, workspace, [repeat.uses for repeat in repeats])
     return PlannedStep(model, run.run(min(microbatches, RECORDED_MICROBATCHES)), repeats, microbatches, len(recomputed_chunks(small)))
 
 
-def _workspace(config: Config, kind: str) -> Workspace:
-    return Workspace(kind == "cuda", config.training.deterministic_mode)
+@dataclass(frozen=True)
+class _ModelJob:
+    """What decides about a micro-batch of a rank's model, and nothing else: plans of several engines share the record."""
+
+    model: ModelConfig
+    distributed: DistributedConfig
+    precision: PrecisionConfig
+    micro_batch_size: int
+    resets: tuple[bool, bool]
+    grid: Grid
+    padded_vocab_size: int
+    workspace: Workspace
+    config: Config = field(compare=False)
+
+    @classmethod
+    def of(cls, config: Config, grid: Grid, padded_vocab_size: int, workspace: Workspace) -> _ModelJob:
+        data, of_any_partition = config.data, replace(grid, partition_ranks=1)
+        return cls(
+            config.model,
+            config.distributed,
+            config.precision,
+            config.training.micro_batch_size,
+            (data.reset_position_ids, data.reset_attention_mask),
+            of_any_partition,
+            padded_vocab_size,
+            workspace,
+            config,
+        )
 
 
-def _recorded(config: Config, grid: Grid, padded_vocab_size: int, kind: str) -> ModelRecord:
-    """One micro-batch of the model of a rank."""
-    recorder = Recorder(notes_streams=True)
-    streams = RecordedStreams(recorder) if kind == "cuda" else None
-    ledger = RecordedLedger(grid, 0)
+@lru_cache(maxsize=2)
+def _recorded(job: _ModelJob) -> ModelRecord:
+    config, recorder = job.config, Recorder(notes_streams=True)
+    streams = RecordedStreams(recorder) if job.workspace.is_on_gpu else None
+    ledger = RecordedLedger(job.grid, 0)
     ledger.recorder = recorder
-    ladder = Ladder(RecordedBackend(grid, recorder, has_streams=streams is not None), NoLanes(), ledger, META, streams)
-    with standing_for(kind):
-        model = build_model(config, padded_vocab_size, None, ladder)
+    ladder = Ladder(RecordedBackend(job.grid, recorder, has_streams=streams is not None), NoLanes(), ledger, META, streams)
+    with standing_for(job.workspace.device_type):
+        model = build_model(config, job.padded_vocab_size, None, ladder)
 
         def loss_of(live: LiveMemory) -> Tensor:
             with live.of_kind(KEPT_INPUTS):
                 inputs = build_kept_inputs(config, working_dtype(config.precision), ladder)
             if inputs is not None:
                 model.keep_inputs(inputs)
-            return microbatch_loss(model, _batch(config, grid), META)
+            return microbatch_loss(model, _batch(config, job.grid), META)
 
-        return record_model(model, model.unit_specs(_no_values), model.uses(), recorder, loss_of, _workspace(config, kind), streams)
+        return record_model(model, model.unit_specs(_no_values), model.uses(), recorder, loss_of, job.workspace, streams)
 
 
 def _batch(config: Config, grid: Grid) -> MicroBatch:

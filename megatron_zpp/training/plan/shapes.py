@@ -105,7 +105,25 @@ def _layer_norm_backward(grad: Tensor, values: Tensor, shape: Sequence[int], mea
     return tuple(result if is_needed else None for result, is_needed in zip(results, needed, strict=True))
 
 
-_NAMES = ("rsqrt", "reciprocal", "sigmoid", "threshold_backward", "addcmul", "roll", "silu", "gelu", "silu_backward", "gelu_backward", "relu", "neg", "clamp", "sin", "cos", "exp", "log")
+_NAMES = (
+    "rsqrt",
+    "reciprocal",
+    "sigmoid",
+    "threshold_backward",
+    "addcmul",
+    "roll",
+    "silu",
+    "gelu",
+    "silu_backward",
+    "gelu_backward",
+    "relu",
+    "neg",
+    "clamp",
+    "sin",
+    "cos",
+    "exp",
+    "log",
+)
 RULES: dict[Any, Callable[..., Any]] = {
     **{getattr(_aten, name).Tensor: _elementwise for name in ("add", "sub", "mul", "div")},
     **{getattr(_aten, name).Scalar: _elementwise for name in ("add", "sub", "mul", "div")},
@@ -117,7 +135,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     _aten.stack.default: _stack,
     _aten.embedding.default: _embedding,
     _aten.slice_backward.default: _slice_backward,
-    **{overload: _arange for overload in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)},
+    **dict.fromkeys((_aten.arange.default, _aten.arange.start, _aten.arange.start_step), _arange),
     **{overload: _compared for name in ("eq", "ne", "ge", "lt") for overload in (getattr(_aten, name).Scalar, getattr(_aten, name).Tensor)},
     _aten.empty_like.default: _empty_like,
     _aten.native_layer_norm.default: _layer_norm,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,15 +14,28 @@ from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.plan.hollow_model import HollowModel, Player
+from megatron_zpp.training.plan.kinds import (
+    ACTIVATIONS,
+    COPY,
+    GATHERED,
+    GRADIENTS,
+    MAIN_WEIGHTS,
+    MIRRORS,
+    MOMENTS,
+    OPTIMIZER,
+    OTHER,
+    PAYLOADS,
+    WEIGHTS,
+)
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
-from megatron_zpp.training.plan.model_record import ACTIVATIONS, Event, ModelRecord, Part
+from megatron_zpp.training.plan.model_record import Event, ModelRecord, Part
 from megatron_zpp.training.plan.operators import Operators
 from megatron_zpp.training.plan.program import Segment
 from megatron_zpp.training.plan.recorder import (
     META,
     RecordedBackend,
-    RecordedLedger,
     RecordedLanes,
+    RecordedLedger,
     RecordedStreamLanes,
     RecordedStreams,
     RecordedThreadLanes,
@@ -36,9 +47,6 @@ from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.unit import WeightUnit
-
-WEIGHTS, GRADIENTS, OPTIMIZER, COPY = "weights", "gradients", "optimizer state", "copy of weights"
-GATHERED, PAYLOADS, OTHER = "gathered units", "payload buffers", "other tensors"
 
 
 @dataclass(frozen=True)
@@ -100,12 +108,10 @@ class _SegmentObserver(Observer):
 class EngineRun:
     """An engine on tensors without values. spans: uses, in each of which the activations are kept at the same time."""
 
-    def __init__(
-        self, record: ModelRecord, options: EngineOptions, grid: Grid, kind: str, workspace: Workspace, spans: Sequence[range]
-    ) -> None:
+    def __init__(self, record: ModelRecord, options: EngineOptions, grid: Grid, workspace: Workspace, spans: Sequence[range]) -> None:
         self._record = record
         self._spans = spans
-        self._kind = kind
+        self._workspace = workspace
         self.recorder = recorder = Recorder(notes_streams=False)
         self._observer = _SegmentObserver(recorder)
         self._peaks: dict[tuple[bool, ...], Peak] = {}
@@ -123,7 +129,7 @@ class EngineRun:
     def run(self, microbatches: int) -> StepRecord:
         """The second step, of so many micro-batches; the first one has one."""
         recorder, live, observer = self.recorder, self._live, self._observer
-        streams = RecordedStreams(recorder) if self._kind == "cuda" else None
+        streams = RecordedStreams(recorder) if self._workspace.is_on_gpu else None
         lanes: RecordedLanes = RecordedThreadLanes(recorder) if streams is None else RecordedStreamLanes(recorder, streams)
         ledger = RecordedLedger(self._grid, 0)
         ledger.recorder = recorder
@@ -134,7 +140,7 @@ class EngineRun:
         backend = RecordedBackend(self._grid, recorder, has_streams=streams is not None)
         ladder = Ladder(backend, lanes, ledger, META, streams, staging=staging)
         model = HollowModel(self._record, self._player, lambda: live.of_kind(None))
-        with standing_for(self._kind), live, live.of_kind(OTHER):
+        with standing_for(self._workspace.device_type), live, live.of_kind(OTHER):
             options = EngineOptions(**{**vars(self._options), "observer": observer})
             engine = ZeroEngine(model, self._record.units, self._record.uses, options, ladder)
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
@@ -173,9 +179,12 @@ class EngineRun:
 
     def _name_states(self, unit: WeightUnit, gradients: Sequence[Tensor], moments: Sequence[Tensor]) -> None:
         live = self._live
-        live.name([unit.main_weight], WEIGHTS)
+        is_on_host = live.is_on_host(unit.main_weight)
+        main, *mirror = unit.tensors_at_home()
+        live.name([main], MAIN_WEIGHTS if is_on_host else WEIGHTS)
+        live.name(mirror, MIRRORS if is_on_host else COPY)
         live.name(gradients, GRADIENTS)
-        live.name(moments, OPTIMIZER)
+        live.name(moments, MOMENTS if is_on_host else OPTIMIZER)
         for tensor in unit.live_tensors():
             if self._is_full(unit, tensor):
                 live.resizable([tensor], WEIGHTS if self._keeps_full else GATHERED)
