@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_zpp.training.plan.clock import StepTime
 from megatron_zpp.training.run_plan import LEAN, RunPlan
-from megatron_zpp.zero.plan.time_model import StepTime
 
 WORTHWHILE = 1.03  # a feature with a smaller gain is not recommended
 MOST_CHOICES = 3
@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(plan: RunPlan) -> Sizes:
-    return Sizes(plan.job.grid.tensor_ranks, plan.job.grid.context_ranks)
+    return Sizes(plan.grid.tensor_ranks, plan.grid.context_ranks)
 
 
 class Simplicity(NamedTuple):
@@ -67,13 +67,13 @@ class Estimate:
     @property
     def node_bytes(self) -> int:
         """Bytes that enter a node from others in a step, of all kinds."""
-        return self.plan.node_bytes + self.plan.context_node_bytes
+        return self.plan.node_bytes + self.plan.exchanged_node_bytes
 
     @property
     def simplicity(self) -> Simplicity:
         plan, member = self.plan, self.plan.member
         features = member.features + sum(size > 1 for size in self.sizes)
-        return Simplicity(features, self.node_bytes, plan.traffic.total.intra_bytes, plan.memory.total, member.stage)
+        return Simplicity(features, self.node_bytes, plan.rank_bytes, plan.memory.total, member.stage)
 
     @property
     def bound_by(self) -> str:

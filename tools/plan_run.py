@@ -5,8 +5,8 @@
 
 Flags after `--` are the training script's. Of the ZeRO flags only the details count (bits, block, partition), because
 the plan compares all stages and features. A member of the family whose code does not have the given number of bits keeps its default.
-The plan is pure arithmetic and takes some seconds for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
-of the time model.
+Each plan is a real step of one rank on a machine that computes nothing, and takes some seconds in all for any size of cluster.
+docs/slow_links.md lists the assumptions about time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_ro
 from megatron_zpp.monitor.output_file import naming_file
 from megatron_zpp.training.dry_run import ranks_left_open
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
+from megatron_zpp.training.plan.machine import Machine, Overlap
 from megatron_zpp.training.plan_words import wrapped
 from megatron_zpp.training.run_plan import (
     MEMBERS,
     Member,
     PlannedWorld,
     RunPlan,
-    computation_by_rate,
-    computation_by_step,
     plan_run,
 )
-from megatron_zpp.zero.plan.time_model import Computation, Machine, Overlap
 
 TENSOR_SIZES = (1, 2, 4, 8)
 CONTEXT_SIZES = (1, 2, 4, 8, 16)
@@ -68,10 +66,10 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     vocab_size = _vocab_size(given)
     plans, left_out = _plans(given, MEMBERS, world, embedding_rows(given.model, vocab_size))
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
-    computation = _computation(options, zero3)
+    flops_per_second = _flops_per_second(options, zero3)
     by_size = _by_size(given, world, plans)
     by_rate = {gigabits: _rate(by_size, gigabits, options) for gigabits in options.inter_gigabits}
-    print("\n".join([plan_as_text(world, zero3, vocab_size, computation, by_rate), *map(wrapped, left_out)]))
+    print("\n".join([plan_as_text(world, zero3, vocab_size, flops_per_second, by_rate), *map(wrapped, left_out)]))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         with naming_file(options.output):
@@ -102,7 +100,7 @@ def _by_size(given: Config, world: PlannedWorld, as_given: list[RunPlan]) -> dic
 
 def _other_sizes(plan: RunPlan) -> list[Sizes]:
     """The sizes to compare with those of the plan."""
-    most = GROUP_NODES * plan.job.grid.ranks_per_node
+    most = GROUP_NODES * plan.grid.ranks_per_node
     sizes = [Sizes(tensor, context) for tensor in TENSOR_SIZES for context in CONTEXT_SIZES if tensor * context <= most]
     return [some for some in sizes if some != sizes_of(plan)]
 
@@ -129,39 +127,38 @@ def _plans(given: Config, members: Sequence[Member], world: PlannedWorld, padded
 
 
 def _rate(by_size: dict[Sizes, list[RunPlan]], gigabits: float, options: argparse.Namespace) -> Rate:
-    machine = _machine(gigabits, options)
-    estimates = {sizes: _estimates(plans, machine, options) for sizes, plans in by_size.items()}
+    estimates = {sizes: _estimates(plans, gigabits, options) for sizes, plans in by_size.items()}
     return Rate(next(iter(estimates.values())), dict(sorted(estimates.items())))
 
 
-def _estimates(plans: Sequence[RunPlan], machine: Machine, options: argparse.Namespace) -> list[Estimate]:
+def _estimates(plans: Sequence[RunPlan], gigabits: float, options: argparse.Namespace) -> list[Estimate]:
     """All plans have the same sizes and batch, so the same computation."""
-    computation = _computation(options, plans[0])
-    return [Estimate(plan, plan.time(machine, computation), _fits(plan, options)) for plan in plans]
+    machine = _machine(gigabits, _flops_per_second(options, plans[0]), options)
+    return [Estimate(plan, plan.time(machine), _fits(plan, options)) for plan in plans]
 
 
 def _fits(plan: RunPlan, options: argparse.Namespace) -> bool | None:
     """None if it may fit, but the memory of a rank is not known."""
-    needs = (plan.memory.total, options.memory_gigabytes), (plan.job.grid.ranks_per_node * plan.memory.host, options.host_memory_gigabytes)
+    needs = (plan.memory.total, options.memory_gigabytes), (plan.grid.ranks_per_node * plan.memory.host, options.host_memory_gigabytes)
     is_too_large = any(need > gigabytes * GIGABYTE for need, gigabytes in needs if gigabytes is not None)
     return False if is_too_large else None if options.memory_gigabytes is None else True
 
 
-def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
+def _machine(gigabits: float, flops_per_second: float, options: argparse.Namespace) -> Machine:
     return planned_machine(
         gigabits * options.link_efficiency,
         options.intra_gigabytes,
+        flops_per_second,
         is_on_gpu=options.device == "gpu",
         inter_milliseconds=options.inter_milliseconds,
         overlap=Overlap(options.overlap) if options.overlap else None,
     )
 
 
-def _computation(options: argparse.Namespace, plan: RunPlan) -> Computation:
+def _flops_per_second(options: argparse.Namespace, plan: RunPlan) -> float:
     """That of the plan's sizes and batch, the same for all members."""
-    if options.step_seconds is not None:
-        return computation_by_step(plan.config, plan.padded_vocab_size, options.step_seconds, plan.job.microbatches)
-    return computation_by_rate(plan.config, plan.padded_vocab_size, options.teraflops * TERA)
+    seconds: float | None = options.step_seconds
+    return options.teraflops * TERA if seconds is None else plan.flops_per_second(seconds)
 
 
 def _vocab_size(given: Config) -> int:

@@ -11,22 +11,22 @@ from plan_estimates import REASONS, Estimate, Rate, Sizes, choices, fastest, rec
 from megatron_zpp.config.counted import counted
 from megatron_zpp.training.hardware import GIGABYTE
 from megatron_zpp.training.memory_need import MemoryNeed, in_gib
+from megatron_zpp.training.plan.kinds import ACTIVATIONS, COPY, GATHERED, GRADIENTS, KEPT_INPUTS, OPTIMIZER, OTHER, PAYLOADS, WEIGHTS
 from megatron_zpp.training.plan_words import mfu, model_in_words, rounded, tokens_per_second, wrapped
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan
-from megatron_zpp.zero.plan.time_model import Computation
 
 GIB, MIB = 2**30, 2**20
 FITS = {True: "yes", False: "no", None: "?"}
 PLACES = ("Second", "Third")
 # Columns of the table of memory. Those in which no member has anything are left out.
 PARTS: dict[str, Callable[[MemoryNeed], int]] = {
-    "weights": lambda need: need.weights,
-    "gradients": lambda need: need.plan.gradients,
-    "optimizer": lambda need: need.optimizer_state,
-    "copy": lambda need: need.plan.secondary,
-    "gathered": lambda need: need.gathered,
-    "buffers": lambda need: need.plan.buffers + need.plan.means,
-    "activations": lambda need: need.activations,
+    "weights": lambda need: need.of(WEIGHTS),
+    "gradients": lambda need: need.of(GRADIENTS),
+    "optimizer": lambda need: need.of(OPTIMIZER),
+    "copy": lambda need: need.of(COPY),
+    "gathered": lambda need: need.of(GATHERED),
+    "buffers": lambda need: need.of(PAYLOADS, OTHER),
+    "activations": lambda need: need.of(ACTIVATIONS, KEPT_INPUTS),
     "saving": lambda need: need.save_copy_on_device,
     "GPU": lambda need: need.device.total,
     "total": lambda need: need.total,
@@ -34,9 +34,9 @@ PARTS: dict[str, Callable[[MemoryNeed], int]] = {
 }
 
 
-def plan_as_text(world: PlannedWorld, zero3: RunPlan, vocab_size: int, computation: Computation, by_rate: dict[float, Rate]) -> str:
+def plan_as_text(world: PlannedWorld, zero3: RunPlan, vocab_size: int, flops_per_second: float, by_rate: dict[float, Rate]) -> str:
     """The whole plan, in lines of COLUMNS characters at most (training/plan_words.py)."""
-    lines = [*_headline(world, zero3, vocab_size, computation), ""]
+    lines = [*_headline(world, zero3, vocab_size, flops_per_second), ""]
     lines += [*_memory_table(next(iter(by_rate.values())).as_given), *_about_host(world, zero3)]
     for gigabits, rate in by_rate.items():
         link = f"Link of a node: {gigabits:g} Gbit/s in each direction" if isfinite(gigabits) else "One node, without a link to others"
@@ -44,8 +44,8 @@ def plan_as_text(world: PlannedWorld, zero3: RunPlan, vocab_size: int, computati
     return "\n".join(map(wrapped, lines))
 
 
-def _headline(world: PlannedWorld, plan: RunPlan, vocab_size: int, computation: Computation) -> list[str]:
-    microbatches, training, grid = plan.job.microbatches, plan.config.training, plan.job.grid
+def _headline(world: PlannedWorld, plan: RunPlan, vocab_size: int, flops_per_second: float) -> list[str]:
+    microbatches, training, grid = plan.microbatches, plan.config.training, plan.grid
     groups = [f"; {grid.tensor_ranks} ranks share layers and samples"] * (grid.tensor_ranks > 1)
     groups += [f"; {grid.context_ranks} divide the tokens of a sample"] * (grid.context_ranks > 1)
     return [
@@ -53,7 +53,7 @@ def _headline(world: PlannedWorld, plan: RunPlan, vocab_size: int, computation: 
         f"World: {counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}{''.join(groups)}",
         f"Iteration: {counted(training.global_batch_size, 'sample')} of {counted(plan.config.model.seq_length, 'token')}, for each rank "
         f"{counted(microbatches, 'micro-batch', 'micro-batches')} of {training.micro_batch_size} and "
-        f"{computation.seconds * microbatches:.4g} s of computation",
+        f"{plan.step.flops / flops_per_second:.4g} s of computation",
     ]
 
 
@@ -99,11 +99,11 @@ def _time_table(estimates: Sequence[Estimate]) -> list[str]:
         rows.append(
             [
                 plan.member.name,
-                *_in_gigabytes(estimate.node_bytes, plan.traffic.total.intra_bytes),
-                str(plan.collectives),
+                *_in_gigabytes(estimate.node_bytes, plan.rank_bytes),
+                str(plan.step.collectives),
                 rounded(seconds),
                 rounded(speed),
-                rounded(speed / plan.job.grid.world_size),
+                rounded(speed / plan.grid.world_size),
                 *([] if share is None else [f"{share:.1%}"]),
                 f"{zero3 / seconds:.2f}",
                 estimate.bound_by,
@@ -124,12 +124,12 @@ def _size_table(rate: Rate) -> list[str]:
     for sizes, estimates in rate.by_size.items():
         estimate = fastest(estimates) or min(estimates, key=lambda estimate: estimate.plan.memory.total)
         plan, seconds = estimate.plan, estimate.time.seconds
-        moved = estimate.node_bytes, plan.traffic.total.intra_bytes, plan.tensor_bytes, plan.context_traffic.context_bytes
+        moved = estimate.node_bytes, plan.rank_bytes, plan.tensor_bytes, plan.exchanges.context_bytes
         rows.append(
             [
                 *map(str, sizes),
                 plan.member.name,
-                str(plan.job.microbatches),
+                str(plan.microbatches),
                 *_in_gigabytes(*moved),
                 in_gib(plan.memory.total),
                 FITS[estimate.fits],
@@ -245,10 +245,10 @@ def _estimate_json(estimate: Estimate) -> dict[str, Any]:
         "host_bytes": plan.memory.host,
         "fits": estimate.fits,
         "inter_node_bytes": plan.node_bytes,
-        "intra_node_bytes": plan.traffic.total.intra_bytes,
+        "intra_node_bytes": plan.rank_bytes,
         "tensor_link_bytes": plan.tensor_bytes,
-        "context_link_bytes": plan.context_traffic.context_bytes,
-        "context_inter_node_bytes": plan.context_node_bytes,
+        "context_link_bytes": plan.exchanges.context_bytes,
+        "context_inter_node_bytes": plan.exchanged_node_bytes,
         "seconds": estimate.time.seconds,
         "tokens_per_second": tokens_per_second(plan, estimate.time.seconds),
     }

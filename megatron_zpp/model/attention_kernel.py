@@ -92,9 +92,7 @@ def attend(
         )
 
 
-def _planned(
-    query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float, backend: str, mask_B1SS: Tensor | None
-) -> Tensor:
+def _planned(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float, backend: str, mask_B1SS: Tensor | None) -> Tensor:
     """mixed_BNSD on the meta device, where torch itself would take plain products: by the kernel that is expected on the planned device.
 
     On GPUs this is flash attention where it can run, otherwise efficient attention; cuDNN keeps what flash keeps.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.pinned_memory import copied_to
-from megatron_zpp.model.activations import mask_bytes
 from megatron_zpp.model.attention_kernel import HeadShape, attend
 
 LARGEST_VARLEN_CHANNELS = 256  # per head; must be a multiple of 8
@@ -82,7 +81,8 @@ def describe(device: torch.device, head: HeadShape, sample_shape: tuple[int, int
     """One sentence about how attention is kept inside documents."""
     if has_varlen(device, head):
         return "Attention stays inside documents: kernels for runs of different lengths (torch.nn.attention.varlen)."
-    mebibytes = mask_bytes(*sample_shape, head.dtype.itemsize) / 2**20
+    samples, length = sample_shape
+    mebibytes = samples * length**2 * head.dtype.itemsize / 2**20
     return f"Attention stays inside documents: a mask of {mebibytes:.1f} MiB per micro-batch, which all blocks share."
 
 

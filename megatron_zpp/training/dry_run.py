@@ -25,8 +25,9 @@ from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.memory_check import AvailableMemory, check_fits
 from megatron_zpp.training.memory_need import in_gib, saved_bytes
 from megatron_zpp.training.plan_words import mfu, model_in_words, model_teraflops, rounded, tokens_per_second, wrapped
-from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given, shape_of
+from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, plan_as_given
 from megatron_zpp.training.sample_order import order_notices
+from megatron_zpp.training.sharding import shape_of
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
 
 LABEL_COLUMNS = 24
@@ -122,9 +123,8 @@ def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
 def _check_memory(plan: RunPlan, world: PlannedWorld) -> None:
     assumed = plan.config.plan
     if assumed.memory_gigabytes is not None or assumed.host_memory_gigabytes is not None:
-        model = shape_of(plan.config, plan.padded_vocab_size)
         available = AvailableMemory(_bytes_of(assumed.memory_gigabytes), _bytes_of(assumed.host_memory_gigabytes, world.ranks_per_node))
-        check_fits(plan.config, model, plan.job.sharding, plan.job.grid, is_on_gpu=world.is_on_gpu, available=available)
+        check_fits(plan.config, plan.padded_vocab_size, plan.grid, is_on_gpu=world.is_on_gpu, available=available)
 
 
 def _bytes_of(gigabytes: float | None, ranks: int = 1) -> int | None:
@@ -145,7 +145,7 @@ def _host(plan: RunPlan, world: PlannedWorld) -> str:
 
 
 def _training(plan: RunPlan) -> str:
-    training, microbatches = plan.config.training, plan.job.microbatches
+    training, microbatches = plan.config.training, plan.microbatches
     return (
         f"{counted(training.train_iters, 'iteration')} of {counted(training.global_batch_size, 'sample')} of "
         f"{counted(plan.config.model.seq_length, 'token')}, "
@@ -155,7 +155,7 @@ def _training(plan: RunPlan) -> str:
 
 
 def _share_of_tokens(plan: RunPlan) -> str:
-    context_ranks = plan.job.grid.context_ranks
+    context_ranks = plan.grid.context_ranks
     return f", 1/{context_ranks} of the tokens of each" if context_ranks > 1 else ""
 
 
@@ -191,35 +191,34 @@ def _start(plan: RunPlan, stored: StoredRun | None) -> str:
         return ""
     if stored is None:
         check_may_begin_anew(checkpoint)
-        check_batches(config, running_schedule(config, plan.job.grid.sample_groups), 0)
+        check_batches(config, running_schedule(config, plan.grid.sample_groups), 0)
         return "anew, there is no checkpoint yet"
     with_schedule(config, stored)
-    stored.check_contents(config, plan.job.unit_specs)
-    check_batches(config, running_schedule(config, plan.job.grid.sample_groups), stored.consumed_samples)
+    stored.check_contents(config, shape_of(config, plan.padded_vocab_size).unit_specs())
+    check_batches(config, running_schedule(config, plan.grid.sample_groups), stored.consumed_samples)
     return "; ".join([f"from {stored.folder}", *stored.notices(config), *order_notices(config, stored)])
 
 
 def _bytes(plan: RunPlan) -> str:
-    traffic, grid = plan.traffic, plan.job.grid
-    weights, gradients = (grid.into_node(part.inter_bytes) / GIGABYTE for part in (traffic.weights, traffic.gradients))
+    weights, gradients = (plan.grid.into_node(part.inter_bytes) / GIGABYTE for part in (plan.weights, plan.gradients))
     return (
         f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
-        f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, "
-        f"{_tensor_bytes(plan)}{_context_bytes(plan)}{counted(plan.collectives, 'collective')}"
+        f"{plan.rank_bytes / GIGABYTE:.4g} GB into a rank inside its node, "
+        f"{_tensor_bytes(plan)}{_context_bytes(plan)}{counted(plan.step.collectives, 'collective')}"
     )
 
 
 def _tensor_bytes(plan: RunPlan) -> str:
-    return f"{plan.tensor_bytes / GIGABYTE:.4g} GB into a rank over the tensor link, " if plan.job.grid.tensor_ranks > 1 else ""
+    return f"{plan.tensor_bytes / GIGABYTE:.4g} GB into a rank over the tensor link, " if plan.grid.tensor_ranks > 1 else ""
 
 
 def _context_bytes(plan: RunPlan) -> str:
     """What comes over the context link; empty if there is none."""
-    if plan.job.grid.context_ranks == 1:
+    if plan.grid.context_ranks == 1:
         return ""
-    between = plan.context_node_bytes
+    between = plan.exchanged_node_bytes
     into_node = f" ({between / GIGABYTE:.4g} GB into a node from others)" if between else ""
-    return f"{plan.context_traffic.context_bytes / GIGABYTE:.4g} GB into a rank over the context link{into_node}, "
+    return f"{plan.exchanges.context_bytes / GIGABYTE:.4g} GB into a rank over the context link{into_node}, "
 
 
 def _operations(plan: RunPlan, world: PlannedWorld) -> str:
@@ -230,7 +229,7 @@ def _operations(plan: RunPlan, world: PlannedWorld) -> str:
         vocabulary,
         training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
-        context_ranks=plan.job.grid.context_ranks,
+        context_ranks=plan.grid.context_ranks,
     )
     counts = [count / world.size / TERA for count in (required, made)]
     return "{:.4g} TFLOP per rank and iteration (model), {:.4g} with recomputation and whole attention (hardware)".format(*counts)
@@ -241,13 +240,14 @@ def _time(plan: RunPlan, world: PlannedWorld) -> str:
     assumed = plan.config.plan
     if assumed.teraflops is None:
         return ""
-    computation = computation_by_rate(plan.config, plan.padded_vocab_size, assumed.teraflops * TERA)
+    flops_per_second = assumed.teraflops * TERA
     if world.nodes > 1 and assumed.inter_gigabits is None:
-        seconds = computation.seconds * plan.job.microbatches
+        seconds = plan.step.flops / flops_per_second
         return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
     rate = assumed.inter_gigabits or float("inf")  # one node has no such link
-    machine = planned_machine(rate, assumed.intra_gigabytes, is_on_gpu=world.is_on_gpu, inter_milliseconds=assumed.inter_milliseconds)
-    time = plan.time(machine, computation)
+    milliseconds = assumed.inter_milliseconds
+    machine = planned_machine(rate, assumed.intra_gigabytes, flops_per_second, is_on_gpu=world.is_on_gpu, inter_milliseconds=milliseconds)
+    time = plan.time(machine)
     busy = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.busy.items())
     return f"{_speed(plan, world, time.seconds)}; busy are {busy}"
 
@@ -268,7 +268,5 @@ def _checkpoint(plan: RunPlan) -> str:
     """Bytes of a checkpoint; empty without --save."""
     if plan.config.checkpoint.save is None:
         return ""
-    nbytes = saved_bytes(plan.config.checkpoint, plan.job.sharding, plan.job.grid) * parameter_count(
-        plan.config.model, plan.padded_vocab_size
-    )
+    nbytes = saved_bytes(plan.config, plan.grid) * parameter_count(plan.config.model, plan.padded_vocab_size)
     return f"{nbytes / GIGABYTE:.4g} GB each"

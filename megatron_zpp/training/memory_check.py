@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
@@ -13,10 +13,9 @@ from megatron_zpp.config.rules_context import CONTEXT_SIZE
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE
 from megatron_zpp.config.schema import Config, ZeroConfig
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.memory_need import MemoryNeed, SizedModel, attention_need, in_gib, memory_need, with_flags
-from megatron_zpp.zero.plan.device_memory import NO_DEVICE
-from megatron_zpp.zero.plan.memory_plan import Sharding
-from megatron_zpp.zero.policy import with_offloaded_optimizer
+from megatron_zpp.training.memory_need import MemoryNeed, in_gib, memory_need
+from megatron_zpp.training.plan.device_memory import NO_DEVICE, device_memory
+from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 
 LARGEST_NODES = 1 << 14
 
@@ -37,16 +36,20 @@ class AvailableMemory(NamedTuple):
         return (self.device is None or need.total <= self.device) and (self.host is None or need.host <= self.host)
 
 
-def check_fits(
-    config: Config, model: SizedModel, sharding: Sharding, grid: Grid, *, is_on_gpu: bool, available: AvailableMemory
-) -> MemoryNeed:
+def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu: bool, available: AvailableMemory) -> MemoryNeed:
     """The memory that each rank of this run needs. Allocates nothing.
 
     Raises ValueError if less memory is available; the text names the smallest world of such nodes that fits, or says that none does.
     """
-    need = memory_need(config, model, sharding, grid, is_on_gpu=is_on_gpu)
-    taken = need.device if available.is_after_start else NO_DEVICE
-    need = need.beside(taken)
+
+    def need_with(config: Config, grid: Grid) -> MemoryNeed:
+        return memory_need(config, padded_vocab_size, grid, is_on_gpu=is_on_gpu).beside(taken)
+
+    def other(**flags: Any) -> MemoryNeed:
+        return need_with(config.with_values(**flags), grid)
+
+    taken = device_memory(grid) if is_on_gpu and available.is_after_start else NO_DEVICE
+    need = need_with(config, grid)
     ranks = f"each of the {grid.world_size} ranks" if grid.world_size > 1 else "the one rank"
     if is_on_gpu and available.host is not None and need.host > available.host:
         raise ValueError(_host_is_too_small(config, need, ranks, available.host))
@@ -57,40 +60,29 @@ def check_fits(
     together = max(1, grid.context_ranks // grid.ladder.ranks_per_node)  # nodes that only together have whole samples
 
     def fits(times: int) -> bool:
-        larger = replace(grid, world_size=times * together * grid.ranks_per_node)  # of more data ranks
-        return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
+        return need_with(config, replace(grid, world_size=times * together * grid.ranks_per_node)).total <= nbytes
 
-    # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
-    may_fit = need.activations + need.kept_inputs.lasting <= nbytes
+    may_fit = need.whatever_the_world <= nbytes  # otherwise no world is planned: each takes a fraction of a second
     times = smallest_nodes(fits, grid.nodes // together) if may_fit else None
     nodes = None if times is None else times * together
-    first = _attention_dropout(config, model, sharding, grid, need)
-    if may_fit and is_on_gpu and _can_offload(config):
-        offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
-        less = memory_need(config, model, offloaded, grid, is_on_gpu=True).beside(taken)
-        first += ["--optimizer-cpu-offload"] * available.holds(less)
-    if is_on_gpu and config.model.recompute_granularity == "full" and not config.model.checkpoint_in_cpu:
-        less = with_flags(need, config.with_values(checkpoint_in_cpu=True), model, grid, sharding.element_bytes)
-        first += ["--checkpoint-in-cpu"] * available.holds(less)
+    first = []
+    if config.model.attention_dropout > 0 and 2 * other(attention_dropout=0.0).of(ACTIVATIONS) < need.of(ACTIVATIONS):
+        first.append("--attention-dropout 0")  # its kernel keeps scores of tokens x tokens
+    if may_fit and is_on_gpu and _can_offload(config) and available.holds(other(optimizer_cpu_offload=True)):
+        first.append("--optimizer-cpu-offload")
+    keeps_inputs = config.model.recompute_granularity == "full" and not config.model.checkpoint_in_cpu
+    if is_on_gpu and keeps_inputs and available.holds(other(checkpoint_in_cpu=True)):
+        first.append("--checkpoint-in-cpu")
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, model, nodes, grid, need, first)}."
+        f"{_remedy(config, padded_vocab_size, nodes, grid, need, first)}."
     )
-
-
-def _attention_dropout(config: Config, model: SizedModel, sharding: Sharding, grid: Grid, need: MemoryNeed) -> list[str]:
-    """The flag against attention dropout, if most of the activations exist because its kernel keeps scores of tokens x tokens."""
-    without = config.with_values(attention_dropout=0.0)
-    if attention_need(without, sharding.element_bytes, is_on_gpu=need.is_on_gpu).keeps_scores:
-        return []
-    less = with_flags(need, without, model, grid, sharding.element_bytes)
-    return ["--attention-dropout 0"] * (2 * less.activations < need.activations)
 
 
 def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes: int) -> str:
     takers = ["--optimizer-cpu-offload"] if config.zero.optimizer_cpu_offload else []
-    takers += ["--checkpoint-in-cpu"] if need.kept_inputs.host else []
+    takers += ["--checkpoint-in-cpu"] if need.tensors.on_host.get(KEPT_INPUTS) else []
     takers += ["--async-save"] if need.save_copy else []
     if takers == ["--async-save"]:
         return (
@@ -118,7 +110,7 @@ def smallest_nodes(fits: Callable[[int], bool], nodes_too_few: int) -> int | Non
     return enough
 
 
-def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, need: MemoryNeed, first: Sequence[str]) -> str:
+def _remedy(config: Config, padded_vocab_size: int, nodes: int | None, grid: Grid, need: MemoryNeed, first: Sequence[str]) -> str:
     """first: the flags to name before others, such as those of which each makes the run fit."""
     ranks_per_node = grid.ranks_per_node
     levers = [*first]
@@ -131,8 +123,8 @@ def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, ne
     levers += ["--zero-stage 3"] if config.zero.zero_stage != 3 and can_divide_weights else []
     if nodes is None:
         levers += _lever_without_copy(config.zero)
-        levers += _larger_tensor_size(config, model, grid)
-        levers += _larger_context_size(config, grid) if need.activations > need.total // 2 else []
+        levers += _larger_tensor_size(config, padded_vocab_size, grid)
+        levers += _larger_context_size(config, grid) if need.of(ACTIVATIONS) > need.total // 2 else []
         levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
         return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
     others = f", or give {any_of(levers)}" if levers else ""
@@ -150,9 +142,9 @@ def _lever_without_copy(zero: ZeroConfig) -> list[str]:
     return ["no --zero-quantized-weight-differences"] if zero.zero_quantized_weight_differences else ["--zero-hpz-partition-size 1"]
 
 
-def _larger_tensor_size(config: Config, model: SizedModel, grid: Grid) -> list[str]:
+def _larger_tensor_size(config: Config, padded_vocab_size: int, grid: Grid) -> list[str]:
     """The next number of ranks that could share the layers of this run; empty if there is none."""
-    larger = (size for size in divisors(grid.ranks_per_node) if size > grid.tensor_ranks and model.padded_vocab_size % size == 0)
+    larger = (size for size in divisors(grid.ranks_per_node) if size > grid.tensor_ranks and padded_vocab_size % size == 0)
     fitting = (size for size in larger if could_have(config, grid.world_size, tensor_model_parallel_size=size))
     return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
 

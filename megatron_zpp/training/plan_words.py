@@ -1,4 +1,4 @@
-"""What --dry-run and tools/plan_run.py say alike about a plan, in lines that fit into a terminal (no torch)."""
+"""What --dry-run and tools/plan_run.py say alike about a plan, in lines that fit into a terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokens_per_second(plan: RunPlan, seconds: float) -> float:
 def model_teraflops(plan: RunPlan, seconds: float) -> float:
     """Model TFLOP/s of one rank in steps of so many seconds."""
     operations = model_flops(plan.config.model, plan.padded_vocab_size, plan.config.training.global_batch_size)
-    return operations / plan.job.grid.world_size / seconds / TERA
+    return operations / plan.grid.world_size / seconds / TERA
 
 
 def mfu(plan: RunPlan, seconds: float) -> float | None:

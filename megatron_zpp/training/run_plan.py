@@ -1,4 +1,4 @@
-"""Plans a run without starting it: memory, bytes and time, for every member of the ZeRO family (no torch)."""
+"""Plans a run without starting it: memory, bytes and time, for every member of the ZeRO family."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_zpp.comm.ledger import Traffic, context_link_traffic
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.config.deepspeed import with_deepspeed_json
 from megatron_zpp.config.options import options
 from megatron_zpp.config.ranks import RankCounts, count_ranks
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_zero import ABSMAX_BITS, GAUSSIAN_BITS, GAUSSIAN_INTRA_BITS
 from megatron_zpp.config.schema import Config
-from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
-from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.model.tensor_work import tensor_work
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.memory_need import MemoryNeed, memory_need, shared_on_rank
-from megatron_zpp.training.sharding import divided_samples, grid_of, kept_shape, sharding_of
-from megatron_zpp.zero.plan.host_copies import NOTHING_ON_HOST, KeptOnHost
-from megatron_zpp.zero.plan.time_model import Computation, Job, Machine, StepTime, step_time
-from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic
-from megatron_zpp.zero.shared_places import sharing_received_bytes
+from megatron_zpp.training.memory_need import MemoryNeed, need_of
+from megatron_zpp.training.plan.clock import StepTime, step_time
+from megatron_zpp.training.plan.machine import Machine
+from megatron_zpp.training.plan.planned_step import PlannedStep, plan_step
+from megatron_zpp.training.sharding import choose_policy, grid_of, layouts_of
+from megatron_zpp.zero.shared_places import most_shared_numel, sharing_received_bytes
 
 
 @dataclass(frozen=True)
@@ -101,55 +98,76 @@ class PlannedWorld:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of one member's run. memory: need of each rank. traffic: received by each rank in a step. job: the work of a step."""
+    """The plan of one member's run. step: of one rank; all are alike."""
 
     member: Member
     config: Config
     padded_vocab_size: int
-    memory: MemoryNeed
-    traffic: PlannedTraffic
-    job: Job
+    grid: Grid
+    step: PlannedStep
+    is_on_gpu: bool
+
+    @property
+    def microbatches(self) -> int:
+        return self.step.microbatches
+
+    @cached_property
+    def memory(self) -> MemoryNeed:
+        """The need of each rank."""
+        return need_of(self.step, self.config, self.padded_vocab_size, self.grid, is_on_gpu=self.is_on_gpu)
 
     @property
     def flags(self) -> str:
         """Flags that ask for this member with the planned partition."""
-        ladder = self.job.grid.ladder
+        ladder = self.grid.ladder
         return self.member.flags(ladder.partition_ranks, ladder.ranks_per_node)
+
+    @cached_property
+    def weights(self) -> Traffic:
+        """What one rank receives of weights in a step."""
+        return self.step.traffic(Category.WEIGHTS)
+
+    @cached_property
+    def gradients(self) -> Traffic:
+        """The same of gradients, with the mean that climbs back in stage 0."""
+        return self.step.traffic(Category.GRADIENTS)
 
     @property
     def node_bytes(self) -> int:
-        """Bytes that enter one node in a step."""
-        return self.job.grid.into_node(self.traffic.total.inter_bytes)
+        """Bytes of weights and gradients that enter one node in a step."""
+        return self.grid.into_node((self.weights + self.gradients).inter_bytes)
 
     @property
-    def context_node_bytes(self) -> int:
-        """Bytes that enter one node in a step from ranks of other nodes that divide its samples."""
-        return self.job.grid.into_node(self.context_traffic.context_inter_bytes)
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes that one rank receives at most in a step from the ranks that share its layers."""
-        return self.job.microbatches * self.job.tensor_work.nbytes + sharing_received_bytes(self._shared, self.job.grid.tensor_ranks)
-
-    @property
-    def context_traffic(self) -> Traffic:
-        """What one rank receives in a step from the ranks that divide its samples."""
-        return context_link_traffic(self.job.grid, self.job.microbatches * self.job.context_work.nbytes)
-
-    @property
-    def collectives(self) -> int:
-        """Collectives over all links in which one rank takes part in a step, at most."""
-        makes_equal = self.job.grid.tensor_ranks > 1 and self._shared > 0
-        in_microbatch = self.job.tensor_work.collectives + self.job.context_work.collectives
-        return self.traffic.collectives + self.job.microbatches * in_microbatch + makes_equal
+    def rank_bytes(self) -> int:
+        """The same that enter one rank from its own node."""
+        return (self.weights + self.gradients).intra_bytes
 
     @cached_property
-    def _shared(self) -> int:
-        return shared_on_rank(self.job.unit_specs, self.job.sharding, self.job.grid)
+    def tensor_bytes(self) -> int:
+        """Bytes that one rank receives at most in a step from the ranks that share its layers."""
+        if self.grid.tensor_ranks == 1:
+            return 0
+        slices = choose_policy(self.config.zero).in_world(self.grid.ladder).optimizer.slices(self.grid.ladder)
+        shared = most_shared_numel(layouts_of(self.config, self.padded_vocab_size, self.grid), slices)
+        return self.step.traffic(Category.ACTIVATIONS).tensor_bytes + sharing_received_bytes(shared, self.grid.tensor_ranks)
 
-    def time(self, machine: Machine, computation: Computation) -> StepTime:
+    @cached_property
+    def exchanges(self) -> Traffic:
+        """What one rank receives in a step from the ranks that divide its samples."""
+        return self.step.traffic(Category.EXCHANGES)
+
+    @property
+    def exchanged_node_bytes(self) -> int:
+        """Those bytes that enter one node from others."""
+        return self.grid.into_node(self.exchanges.context_inter_bytes)
+
+    def time(self, machine: Machine) -> StepTime:
         """The time of a step on this machine."""
-        return step_time(self.job, machine, computation)
+        return step_time(self.step, self.grid, machine)
+
+    def flops_per_second(self, seconds: float) -> float:
+        """The rate of a rank if a step takes so long where links take no time, in operations that include repeated ones."""
+        return self.step.flops / seconds
 
 
 def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
@@ -190,60 +208,9 @@ def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -
 
 
 def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
-    model, grid, sharding = shape_of(config, padded_vocab_size), grid_of(config, world.size), sharding_of(config)
-    microbatches = config.training.global_batch_size // (config.training.micro_batch_size * grid.sample_groups)
-    samples, divided = config.training.micro_batch_size, divided_samples(config)
-    tensor = tensor_work(replace(model, config=divided.own), samples=samples, element_bytes=sharding.element_bytes)
-    context = divided.work(samples=samples, element_bytes=sharding.element_bytes)
-    kept = _kept_on_host(config, grid, sharding.element_bytes, world)
-    job = Job(model.unit_specs(), model.uses(), sharding, grid, microbatches, tensor, context, kept)
-    return RunPlan(
-        member,
-        config,
-        padded_vocab_size,
-        memory_need(config, model, sharding, grid, is_on_gpu=world.is_on_gpu),
-        planned_traffic(job.unit_specs, job.uses, sharding, grid, microbatches),
-        job,
-    )
-
-
-def _kept_on_host(config: Config, grid: Grid, element_bytes: int, world: PlannedWorld) -> KeptOnHost:
-    shape = kept_shape(config, grid)
-    if not world.is_on_gpu or not config.model.checkpoint_in_cpu:
-        return NOTHING_ON_HOST
-    return KeptOnHost(shape.part_numel(element_bytes) * element_bytes, is_divided=shape.ranks > 1)
-
-
-def shape_of(config: Config, padded_vocab_size: int) -> ModelShape:
-    """The shape of one rank's part of the model. All ranks that share layers have parts of equal shapes."""
-    tensor_ranks = config.distributed.tensor_model_parallel_size
-    return ModelShape(config.model, padded_vocab_size, tensor_ranks, sequence_parallel=config.distributed.sequence_parallel)
-
-
-def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float) -> Computation:
-    """Time of one micro-batch, recomputation included, divided among all devices that share its layers or its tokens.
-
-    flops_per_second: of one device, in model FLOPs (docs/logs.md) and those that are computed again.
-    """
-    distributed, samples = config.distributed, config.training.micro_batch_size
-    context_ranks = distributed.context_parallel_size
-    rate = distributed.tensor_model_parallel_size * context_ranks * flops_per_second
-    forward = forward_flops_of_uses(config.model, padded_vocab_size, samples)
-    again = recomputed_flops_of_uses(config.model, padded_vocab_size, samples, context_ranks)
-    return Computation(
-        tuple(operations / rate for operations in forward),
-        tuple((2 * first + repeated) / rate for first, repeated in zip(forward, again, strict=True)),
-    )
-
-
-def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, microbatches: int) -> Computation:
-    """Time of one micro-batch of a step, divided among uses in proportion to their operations.
-
-    seconds: time of the whole step if links took no time.
-    """
-    relative = computation_by_rate(config, padded_vocab_size, 1.0)
-    scale = seconds / microbatches / relative.seconds
-    return Computation(tuple(scale * part for part in relative.forward), tuple(scale * part for part in relative.backward))
+    grid = grid_of(config, world.size)
+    step = plan_step(config, grid, padded_vocab_size, is_on_gpu=world.is_on_gpu)
+    return RunPlan(member, config, padded_vocab_size, grid, step, world.is_on_gpu)
 
 
 def _as_member(given: Config, member: Member, ranks: RankCounts) -> Config:

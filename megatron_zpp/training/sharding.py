@@ -6,10 +6,10 @@ from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
 from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
 from megatron_zpp.config.rules_zero import partition_ranks
 from megatron_zpp.config.schema import Config, PrecisionConfig, ZeroConfig
-from megatron_zpp.model.context_traffic import DividedSamples
-from megatron_zpp.model.kept_need import KeptInputsShape, kept_inputs_shape
+from megatron_zpp.model.kept_inputs import KeptInputsShape, kept_inputs_shape
+from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.plan.memory_plan import Sharding
+from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
@@ -22,12 +22,6 @@ from megatron_zpp.zero.policy import (
     with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
-
-
-def sharding_of(config: Config) -> Sharding:
-    """Sharding of a resolved configuration."""
-    zero = config.zero
-    return Sharding(choose_policy(zero), zero.quantization_block_size, element_bytes(config.precision), prefetch_of(zero))
 
 
 def choose_policy(zero: ZeroConfig) -> Policy:
@@ -77,10 +71,16 @@ def grid_of(config: Config, world_size: int) -> Grid:
     return Grid(world_size, ranks_per_node, of_partition, tensor_ranks, distributed.context_parallel_size)
 
 
-def divided_samples(config: Config) -> DividedSamples:
-    """The samples of a resolved configuration, as its ranks divide them."""
-    distributed = config.distributed
-    return DividedSamples(config.model, distributed.context_parallel_size, distributed.tensor_model_parallel_size)
+def shape_of(config: Config, padded_vocab_size: int) -> ModelShape:
+    """The shape of one rank's part of the model. All ranks that share layers have parts of equal shapes."""
+    tensor_ranks = config.distributed.tensor_model_parallel_size
+    return ModelShape(config.model, padded_vocab_size, tensor_ranks, sequence_parallel=config.distributed.sequence_parallel)
+
+
+def layouts_of(config: Config, padded_vocab_size: int, grid: Grid) -> list[FlatLayout]:
+    """The layout of every unit."""
+    specs = shape_of(config, padded_vocab_size).unit_specs()
+    return [FlatLayout(spec.params, grid.data_ranks, config.zero.quantization_block_size) for spec in specs]
 
 
 def kept_shape(config: Config, grid: Grid) -> KeptInputsShape:

@@ -31,7 +31,6 @@ from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.ranks_in_words import first_of, ranks_in_words
 from megatron_zpp.training.memory_check import AvailableMemory, check_fits
 from megatron_zpp.training.setup import working_dtype
-from megatron_zpp.training.sharding import sharding_of
 
 VERSIONS, UNKNOWN = "versions", "unknown"
 GPU_FILES, HIDDEN_GPUS = "nvidia[0-9]*", ("", "-1", "NoDevFiles")  # in /dev; values of CUDA_VISIBLE_DEVICES
@@ -173,7 +172,7 @@ def available_memory(world: World, hosts: Sequence[str]) -> AvailableMemory:
 
 def check_memory(config: Config, model: GPT, grid: Grid, device: torch.device, available: AvailableMemory) -> None:
     """Raises ValueError if the run does not fit in the memory of every rank. Call it before the engine is built, which allocates."""
-    check_fits(config, model, sharding_of(config), grid, is_on_gpu=device.type == "cuda", available=available)
+    check_fits(config, model.padded_vocab_size, grid, is_on_gpu=device.type == "cuda", available=available)
 
 
 def check_save_is_shared(config: Config, world: World) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.recompute import recomputed
-from megatron_zpp.parallel.specs import Use
 from megatron_zpp.training.plan.model_record import Event, Mark, ModelRecord, Part
 
 _USES = (Event.FORWARD, Event.RECOMPUTE)

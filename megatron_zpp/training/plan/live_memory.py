@@ -37,6 +37,10 @@ class Workspace:
     is_on_gpu: bool
     is_deterministic: bool = False
 
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.is_on_gpu else "cpu"
+
     def bytes_of(self, operator: Any, args: tuple[Any, ...]) -> int:
         if not self.is_on_gpu:
             return 0
@@ -89,7 +93,7 @@ class LiveMemory(TorchDispatchMode):
         self._workspace = workspace
         self._at_peak = at_peak
         self._at_call = at_call
-        self._kind: str | None = None
+        self.kind: str | None = None
         self._makes_host_memory = False
         self._places: dict[int, _Place] = {}
         self._resizable: dict[str, list[torch.UntypedStorage]] = {}
@@ -103,7 +107,7 @@ class LiveMemory(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return 0
         result = result_of(func, args, kwargs or {})
-        if _makes_memory(func) and self._kind is not None:
+        if _makes_memory(func) and self.kind is not None:
             is_on_host = self._makes_host_memory or (len(self.on_host) > 0 and any(map(self.is_on_host, _tensors(args))))
             for tensor in _tensors((result,)):
                 self._know(tensor, is_on_host)
@@ -115,12 +119,12 @@ class LiveMemory(TorchDispatchMode):
     @contextmanager
     def of_kind(self, kind: str | None, *, on_host: bool = False) -> Iterator[None]:
         """What is made inside the block has this kind; None: it is not counted. on_host: it is memory of the host."""
-        before = self._kind, self._makes_host_memory
-        self._kind, self._makes_host_memory = kind, on_host
+        before = self.kind, self._makes_host_memory
+        self.kind, self._makes_host_memory = kind, on_host
         try:
             yield
         finally:
-            self._kind, self._makes_host_memory = before
+            self.kind, self._makes_host_memory = before
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Gives another kind to tensors that exist."""
@@ -168,7 +172,7 @@ class LiveMemory(TorchDispatchMode):
         key = storage._cdata
         if key in self._places or not tensor.is_meta:
             return
-        self._places[key] = place = _Place(storage.nbytes(), str(self._kind), is_on_host)
+        self._places[key] = place = _Place(storage.nbytes(), str(self.kind), is_on_host)
         weakref.finalize(storage, self._freed, key).atexit = False
         self._count(place, 1)
 

@@ -6,24 +6,20 @@ The same model on the same ranks is recorded once, whatever the engine does with
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.ledger import Traffic
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.training.plan.kinds import ACTIVATIONS
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.operators import Operators
-from megatron_zpp.training.plan.program import Compute, Item
+from megatron_zpp.training.plan.program import Item
 from megatron_zpp.training.plan.recorder import RecordedStreams, Recorder
 from megatron_zpp.zero.hooks import hook_uses
-
-ACTIVATIONS = "activations"
 
 
 class Event(enum.Enum):
@@ -57,16 +53,16 @@ class Part:
 
 @dataclass
 class ModelRecord:
-    """The parts of one micro-batch, in order. uses, units: of the model."""
+    """The parts of one micro-batch, in order. uses, units: of the model.
+
+    lasting, lasting_on_host: the bytes by kind that there are before the first of them, on the device and on its host.
+    """
 
     uses: tuple[Use, ...]
     units: tuple[UnitSpec, ...]
     parts: list[Part]
-
-    @property
-    def flops(self) -> float:
-        """Operations of products, those that are repeated included."""
-        return sum(item.flops for part in self.parts for item in part.items if isinstance(item, Compute))
+    lasting: Counter[str]
+    lasting_on_host: Counter[str]
 
 
 class _Callbacks:
@@ -79,6 +75,8 @@ class _Callbacks:
         self._start = 0
         self._use = 0
         self.is_in_backward = False
+        self.lasting = Counter[str]()
+        self.lasting_on_host = Counter[str]()
 
     def begin_forward(self) -> None: ...
 
@@ -98,6 +96,8 @@ class _Callbacks:
         parameter.grad = None
 
     def reach(self, mark: Mark) -> None:
+        if not self.parts:
+            self.lasting, self.lasting_on_host = Counter(self._live.by_kind), Counter(self._live.on_host)
         self.end_part()
         self._use = mark.use
         part = Part(mark)
@@ -120,11 +120,14 @@ def record_model(
     units: Sequence[UnitSpec],
     uses: Sequence[Use],
     recorder: Recorder,
-    loss_of: Callable[[], Tensor],
+    loss_of: Callable[[LiveMemory], Tensor],
     workspace: Workspace,
     streams: RecordedStreams | None = None,
 ) -> ModelRecord:
-    """One forward and backward. loss_of: calls the module, whose parameters are on the meta device. streams: that it uses."""
+    """One forward and backward. loss_of: calls the module, whose parameters are on the meta device. streams: that it uses.
+
+    What `loss_of` makes before it calls the module and keeps, such as the micro-batch, lasts.
+    """
     callbacks: _Callbacks
     operators = Operators(recorder)
     live = operators.live = LiveMemory(workspace, lambda nbytes: callbacks.at_peak(nbytes), operators)
@@ -138,11 +141,11 @@ def record_model(
             handles.append(parameter.register_post_accumulate_grad_hook(partial(callbacks.collect, spec.name)))
     try:
         with live, live.of_kind(ACTIVATIONS):
-            loss = loss_of()
+            loss = loss_of(live)
             callbacks.is_in_backward = True
             loss.backward()
             callbacks.end_part()
     finally:
         for handle in handles:
             handle.remove()
-    return ModelRecord(tuple(uses), tuple(units), callbacks.parts)
+    return ModelRecord(tuple(uses), tuple(units), callbacks.parts, callbacks.lasting, callbacks.lasting_on_host)

@@ -27,16 +27,14 @@ def _attention(query_BNSD: Tensor, key_BKSD: Tensor) -> float:
 
 # By operator, its operations. Backward of attention counts twice its forward, as everywhere in model FLOPs, although kernels repeat products.
 FLOPS: dict[Any, Callable[..., float]] = {
-    _aten.mm.default: _product,
-    _aten.bmm.default: _product,
-    _aten.addmm.default: lambda bias, left, right, **options: _product(left, right),
-    _aten.baddbmm.default: lambda added, left, right, **options: _product(left, right),
+    **dict.fromkeys((_aten.mm.default, _aten.mm.out, _aten.bmm.default), _product),
+    **dict.fromkeys((_aten.addmm.default, _aten.addmm.out, _aten.baddbmm.default), lambda added, left, right: _product(left, right)),
     **{
-        getattr(_aten, f"_scaled_dot_product_{kernel}").default: lambda query, key, *rest, **options: _attention(query, key)
+        getattr(_aten, f"_scaled_dot_product_{kernel}").default: lambda query, key, *rest: _attention(query, key)
         for kernel in ("flash_attention", "efficient_attention", "flash_attention_for_cpu")
     },
     **{
-        getattr(_aten, f"_scaled_dot_product_{kernel}_backward").default: lambda grad, query, key, *rest, **options: 2 * _attention(query, key)
+        getattr(_aten, f"_scaled_dot_product_{kernel}_backward").default: lambda grad, query, key, *rest: 2 * _attention(query, key)
         for kernel in ("flash_attention", "efficient_attention", "flash_attention_for_cpu")
     },
 }

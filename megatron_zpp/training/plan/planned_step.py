@@ -8,34 +8,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.config.schema import Config
+from megatron_zpp.config.schema import Config, DistributedConfig, ModelConfig, PrecisionConfig
 from megatron_zpp.data.loader import MicroBatch
+from megatron_zpp.model.chunks import recomputed_chunks
 from megatron_zpp.model.shapes import InitialValues
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.kept_inputs import build_kept_inputs
+from megatron_zpp.training.plan.clock import RECORDED_MICROBATCHES
+from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.model_record import Event, ModelRecord, record_model
-from megatron_zpp.training.plan.program import Booked, Cross, Item, Segment, Submit
+from megatron_zpp.training.plan.program import Booked, Compute, Cross, Item, Segment, Submit
 from megatron_zpp.training.plan.recorder import META, NoLanes, RecordedBackend, RecordedLedger, RecordedStreams, Recorder
 from megatron_zpp.training.plan.repeats import Repeat, without_repeats
-from megatron_zpp.training.plan.step_record import RECORDED_MICROBATCHES, EngineRun, StepRecord
+from megatron_zpp.training.plan.step_record import EngineRun, StepRecord
 from megatron_zpp.training.setup import build_model, engine_options, working_dtype
 from megatron_zpp.training.sharding import prefetch_of
 from megatron_zpp.training.step import microbatch_loss
-
-KEPT_INPUTS = "inputs of recomputed chunks"
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,16 @@ class PlannedMemory:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of one rank, planned. microbatches: of the step. repeats: layers that stand for others."""
+    """A step of one rank, planned. microbatches: of the step. repeats: layers that stand for others.
+
+    chunks: of layers that were recomputed together.
+    """
 
     model: ModelRecord
     engine: StepRecord
     repeats: tuple[Repeat, ...]
     microbatches: int
+    chunks: int
 
     @cached_property
     def memory(self) -> PlannedMemory:
@@ -70,13 +76,16 @@ class PlannedStep:
         peak = self.engine.peaks[held]
         on_device, on_host = Counter(peak.by_kind), Counter(self.engine.on_host)
         for repeat, is_held in zip(self.repeats, held, strict=True):
+            if repeat.is_recomputed:
+                for lasting, counter in ((self.model.lasting, on_device), (self.model.lasting_on_host, on_host)):
+                    counter[KEPT_INPUTS] += repeat.times * lasting[KEPT_INPUTS] // self.chunks
             for unit in repeat.units:
                 for kind, nbytes in self.engine.states[unit].items():
                     on_device[kind] += repeat.times * nbytes
                 for kind, nbytes in self.engine.host_states[unit].items():
                     on_host[kind] += repeat.times * nbytes
             if is_held:
-                on_device["activations"] += repeat.times * self._kept_by(repeat)
+                on_device[ACTIVATIONS] += repeat.times * self._kept_by(repeat)
         return PlannedMemory(on_device, on_host, peak.moment)
 
     def _kept_by(self, repeat: Repeat) -> int:
@@ -106,7 +115,7 @@ class PlannedStep:
                         for _ in range(repeat.times):
                             yield from again
 
-    def _counted(self, count: Callable[[Item], Traffic | int], zero: Traffic | int) -> Any:
+    def _counted(self, count: Callable[[Item], Any], zero: Any) -> Any:
         """The sum of `count` over everything in a step."""
 
         def of(microbatches: int) -> Any:
@@ -124,70 +133,95 @@ class PlannedStep:
         return found
 
     @cached_property
+    def flops(self) -> float:
+        """Floating-point operations of products in a step of this rank, those that are repeated included."""
+        found: float = self._counted(lambda item: item.flops if isinstance(item, Compute) else 0.0, 0.0)
+        return found
+
+    @cached_property
     def collectives(self) -> int:
         """In which the rank takes part in a step, without those of a few numbers."""
         found: int = self._counted(lambda item: isinstance(item, (Submit, Cross)) and item.traffic != Traffic(), 0)
         return found
 
 
-def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, kind: str) -> PlannedStep:
-    """The step of a resolved configuration. kind: of the devices, cpu or cuda."""
+def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: bool) -> PlannedStep:
+    """The step of a resolved configuration."""
     small, repeats = without_repeats(config.model, prefetch_of(config.zero))
-    config = replace(config, model=small)
-    training = config.training
+    config = replace(config, model=small).with_values(compile=False)
+    training, workspace = config.training, Workspace(is_on_gpu, config.training.deterministic_mode)
     microbatches = training.global_batch_size // (training.micro_batch_size * grid.sample_groups)
-    model, kept_inputs = _recorded(config, grid, padded_vocab_size, kind)
+    model = _recorded(_ModelJob.of(config, grid, padded_vocab_size, workspace))
     options = engine_options(config, Observer())
     options = replace(options, full_precision_iterations=min(1, options.full_precision_iterations))
-    run = EngineRun(model, options, grid, kind, _workspace(config, kind), [repeat.uses for repeat in repeats], kept_inputs)
-    return PlannedStep(model, run.run(min(microbatches, RECORDED_MICROBATCHES)), repeats, microbatches)
+    run = EngineRun(model, options, grid, workspace, [repeat.uses for repeat in repeats])
+    return PlannedStep(model, run.run(min(microbatches, RECORDED_MICROBATCHES)), repeats, microbatches, len(recomputed_chunks(small)))
 
 
-def _workspace(config: Config, kind: str) -> Workspace:
-    return Workspace(kind == "cuda", config.training.deterministic_mode)
+@dataclass(frozen=True)
+class _ModelJob:
+    """What decides about a micro-batch of a rank's model, and nothing else: plans of several engines share the record."""
 
+    model: ModelConfig
+    distributed: DistributedConfig
+    precision: PrecisionConfig
+    micro_batch_size: int
+    resets: tuple[bool, bool]
+    grid: Grid
+    padded_vocab_size: int
+    workspace: Workspace
+    config: Config = field(compare=False)
 
-def _recorded(config: Config, grid: Grid, padded_vocab_size: int, kind: str) -> tuple[ModelRecord, Counter[str]]:
-    """One micro-batch of the model of a rank, and the bytes by kind that lasting places of kept inputs take."""
-    recorder = Recorder(notes_streams=True)
-    streams = RecordedStreams(recorder) if kind == "cuda" else None
-    ledger = RecordedLedger(grid, 0)
-    ledger.recorder = recorder
-    ladder = Ladder(RecordedBackend(grid, recorder, has_streams=streams is not None), NoLanes(), ledger, META, streams)
-    kept = LiveMemory(_workspace(config, kind), lambda nbytes: None)
-    if streams is not None:
-        streams.live = kept
-    with standing_for(kind):
-        model = build_model(config, padded_vocab_size, None, ladder)
-        with kept, kept.of_kind(KEPT_INPUTS):
-            inputs = build_kept_inputs(config, working_dtype(config.precision), ladder)
-        if inputs is not None:
-            model.keep_inputs(inputs)
-        units = model.unit_specs(_no_values)
-        batch = _batch(config, grid)
-        record = record_model(model, units, model.uses(), recorder, lambda: microbatch_loss(model, batch(), META), _workspace(config, kind), streams)
-    return record, kept.by_kind
-
-
-def _batch(config: Config, grid: Grid) -> Callable[[], MicroBatch]:
-    """Makes a micro-batch of one rank."""
-    samples, length = config.training.micro_batch_size, config.model.seq_length
-    shape = samples, length // grid.context_ranks
-    is_divided = grid.context_ranks > 1
-
-    def make() -> MicroBatch:
-        tokens, labels = (torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2))
-        return MicroBatch(
-            tokens,
-            labels,
-            torch.empty(shape, device=META),
-            first_sample=0,
-            position_ids=torch.empty(samples, length, dtype=torch.int64, device=META) if config.data.reset_position_ids else None,
-            document_lengths=torch.tensor([1, length - 1, *[length] * (samples - 1)]) if config.data.reset_attention_mask else None,
-            mean_counted=1.0 if is_divided else None,
+    @classmethod
+    def of(cls, config: Config, grid: Grid, padded_vocab_size: int, workspace: Workspace) -> _ModelJob:
+        data, of_any_partition = config.data, replace(grid, partition_ranks=1)
+        return cls(
+            config.model,
+            config.distributed,
+            config.precision,
+            config.training.micro_batch_size,
+            (data.reset_position_ids, data.reset_attention_mask),
+            of_any_partition,
+            padded_vocab_size,
+            workspace,
+            config,
         )
 
-    return make
+
+@lru_cache(maxsize=2)
+def _recorded(job: _ModelJob) -> ModelRecord:
+    config, recorder = job.config, Recorder(notes_streams=True)
+    streams = RecordedStreams(recorder) if job.workspace.is_on_gpu else None
+    ledger = RecordedLedger(job.grid, 0)
+    ledger.recorder = recorder
+    ladder = Ladder(RecordedBackend(job.grid, recorder, has_streams=streams is not None), NoLanes(), ledger, META, streams)
+    with standing_for(job.workspace.device_type):
+        model = build_model(config, job.padded_vocab_size, None, ladder)
+
+        def loss_of(live: LiveMemory) -> Tensor:
+            with live.of_kind(KEPT_INPUTS):
+                inputs = build_kept_inputs(config, working_dtype(config.precision), ladder)
+            if inputs is not None:
+                model.keep_inputs(inputs)
+            return microbatch_loss(model, _batch(config, job.grid), META)
+
+        return record_model(model, model.unit_specs(_no_values), model.uses(), recorder, loss_of, job.workspace, streams)
+
+
+def _batch(config: Config, grid: Grid) -> MicroBatch:
+    """A micro-batch of one rank."""
+    samples, length = config.training.micro_batch_size, config.model.seq_length
+    shape = samples, length // grid.context_ranks
+    tokens, labels = (torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2))
+    return MicroBatch(
+        tokens,
+        labels,
+        torch.empty(shape, device=META),
+        first_sample=0,
+        position_ids=torch.empty(samples, length, dtype=torch.int64, device=META) if config.data.reset_position_ids else None,
+        document_lengths=torch.tensor([1, length - 1, *[length] * (samples - 1)]) if config.data.reset_attention_mask else None,
+        mean_counted=1.0 if grid.context_ranks > 1 else None,
+    )
 
 
 def _no_values(name: str, division: Division) -> InitialValues:

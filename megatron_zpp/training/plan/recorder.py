@@ -19,6 +19,7 @@ from megatron_zpp.comm.moves import NEVER
 from megatron_zpp.ops.planned import CodecWork, listening
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Direction, Lane
+from megatron_zpp.training.plan.kinds import KEPT_INPUTS, MAIN_WEIGHTS, PINNED
 from megatron_zpp.training.plan.live_memory import LiveMemory
 from megatron_zpp.training.plan.program import (
     COMPUTATION,
@@ -36,8 +37,6 @@ from megatron_zpp.training.plan.program import (
 )
 
 META = torch.device("meta")
-OTHER = "other"  # the kind of what the engine makes for a moment
-PAYLOADS = "payload buffers"
 
 
 @dataclass
@@ -162,9 +161,10 @@ class RecordedStreams:
     def synchronize(self) -> None: ...
 
     def host_memory(self, numel: int, dtype: torch.dtype, *, is_pinned: bool = True) -> Tensor:
-        if self.live is None:
+        if self.live is None or dtype is torch.float64:  # a few numbers for the host
             return torch.zeros(numel, dtype=dtype, device=META)
-        with self.live.of_kind("pinned staging" if is_pinned else "main weights", on_host=True):
+        kind = self.live.kind if self.live.kind == KEPT_INPUTS else PINNED if is_pinned else MAIN_WEIGHTS
+        with self.live.of_kind(kind, on_host=True):
             return torch.zeros(numel, dtype=dtype, device=META)
 
 

@@ -16,6 +16,7 @@ class Repeat:
 
     blocks: range
     times: int
+    is_recomputed: bool = False  # in one chunk
 
     @property
     def uses(self) -> range:
@@ -42,7 +43,7 @@ def without_repeats(config: ModelConfig, prefetch: Prefetch) -> tuple[ModelConfi
         left_out = len(chunks) - (first + 1 + -(-behind // per_chunk) + (len(chunks[-1]) < per_chunk))
         if left_out < 1:
             return config, ()
-        repeat = Repeat(range(first * per_chunk, (first + 1) * per_chunk), left_out)
+        repeat = Repeat(range(first * per_chunk, (first + 1) * per_chunk), left_out, is_recomputed=True)
         return replace(config, num_layers=config.num_layers - left_out * per_chunk), (repeat,)
     repeats: list[Repeat] = []
     rows: list[int] = []
@@ -51,7 +52,7 @@ def without_repeats(config: ModelConfig, prefetch: Prefetch) -> tuple[ModelConfi
         left_out = max(0, row - (ahead + 1 + behind))
         if left_out:
             first = sum(rows) + ahead
-            repeats.append(Repeat(range(first, first + 1), left_out))
+            repeats.append(Repeat(range(first, first + 1), left_out, is_recomputed=first < recomputed))
         rows.append(row - left_out)
     count = rows[0] if recomputed else config.recompute_num_layers
     return replace(config, num_layers=sum(rows), recompute_num_layers=count), tuple(repeats)

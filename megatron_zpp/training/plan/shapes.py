@@ -124,7 +124,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     _aten.stack.default: _stack,
     _aten.embedding.default: _embedding,
     _aten.slice_backward.default: _slice_backward,
-    **{overload: _arange for overload in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)},
+    **dict.fromkeys((_aten.arange.default, _aten.arange.start, _aten.arange.start_step), _arange),
     **{overload: _compared for name in ("eq", "ne", "ge", "lt") for overload in (getattr(_aten, name).Scalar, getattr(_aten, name).Tensor)},
     _aten.empty_like.default: _empty_like,
     _aten.native_layer_norm.default: _layer_norm,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,29 +15,39 @@ from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Direction
 from megatron_zpp.training.plan.hollow_model import HollowModel, Player
+from megatron_zpp.training.plan.kinds import (
+    ACTIVATIONS,
+    COPY,
+    GATHERED,
+    GRADIENTS,
+    MAIN_WEIGHTS,
+    MIRRORS,
+    MOMENTS,
+    OPTIMIZER,
+    OTHER,
+    PAYLOADS,
+    WEIGHTS,
+)
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
-from megatron_zpp.training.plan.model_record import ACTIVATIONS, Event, ModelRecord, Part
+from megatron_zpp.training.plan.model_record import Event, ModelRecord, Part
 from megatron_zpp.training.plan.operators import Operators
 from megatron_zpp.training.plan.program import Segment
 from megatron_zpp.training.plan.recorder import (
     META,
     RecordedBackend,
-    RecordedLedger,
     RecordedLanes,
+    RecordedLedger,
     RecordedStreamLanes,
     RecordedStreams,
     RecordedThreadLanes,
     Recorder,
 )
+from megatron_zpp.training.step import gather_numbers
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.unit import WeightUnit
-
-WEIGHTS, GRADIENTS, OPTIMIZER, COPY = "weights", "gradients", "optimizer state", "copy of weights"
-GATHERED, PAYLOADS, OTHER = "gathered units", "payload buffers", "other tensors"
-RECORDED_MICROBATCHES = 3  # the first, one between, and the last
 
 
 @dataclass(frozen=True)
@@ -101,18 +109,15 @@ class _SegmentObserver(Observer):
 class EngineRun:
     """An engine on tensors without values. spans: uses, in each of which the activations are kept at the same time."""
 
-    def __init__(
-        self, record: ModelRecord, options: EngineOptions, grid: Grid, kind: str, workspace: Workspace, spans: Sequence[range], base: Counter[str]
-    ) -> None:
+    def __init__(self, record: ModelRecord, options: EngineOptions, grid: Grid, workspace: Workspace, spans: Sequence[range]) -> None:
         self._record = record
         self._spans = spans
-        self._kind = kind
+        self._workspace = workspace
         self.recorder = recorder = Recorder(notes_streams=False)
         self._observer = _SegmentObserver(recorder)
         self._peaks: dict[tuple[bool, ...], Peak] = {}
         self._host_peak: Counter[str] = Counter()
-        self._external = sum(base.values())
-        self._base = base
+        self._external = sum(record.lasting.values())
         self._held = [False] * len(spans)
         self._states: dict[str, Counter[str]] = {}
         self._host_states: dict[str, Counter[str]] = {}
@@ -125,7 +130,7 @@ class EngineRun:
     def run(self, microbatches: int) -> StepRecord:
         """A step of so many micro-batches, after short ones, which leave buffers behind."""
         recorder, live, observer = self.recorder, self._live, self._observer
-        streams = RecordedStreams(recorder) if self._kind == "cuda" else None
+        streams = RecordedStreams(recorder) if self._workspace.is_on_gpu else None
         lanes: RecordedLanes = RecordedThreadLanes(recorder) if streams is None else RecordedStreamLanes(recorder, streams)
         ledger = RecordedLedger(self._grid, 0)
         ledger.recorder = recorder
@@ -136,7 +141,7 @@ class EngineRun:
         backend = RecordedBackend(self._grid, recorder, has_streams=streams is not None)
         ladder = Ladder(backend, lanes, ledger, META, streams, staging=staging)
         model = HollowModel(self._record, self._player, lambda: live.of_kind(None))
-        with standing_for(self._kind), live, live.of_kind(OTHER):
+        with standing_for(self._workspace.device_type), live, live.of_kind(OTHER):
             options = EngineOptions(**{**vars(self._options), "observer": observer})
             engine = ZeroEngine(model, self._record.units, self._record.uses, options, ladder)
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
@@ -168,7 +173,9 @@ class EngineRun:
         for unit in engine.units:
             self._live.name((tensor for tensor in unit.live_tensors() if not self._is_full(unit, tensor)), COPY)
         self._note_states(engine)
-        engine.step(1e-3)
+        engine.finish_gradients()
+        losses = gather_numbers([0.0], engine)
+        engine.update(1e-3, report=losses.flatten()[:1])
 
     def _note_states(self, engine: ZeroEngine) -> None:
         for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
@@ -178,9 +185,12 @@ class EngineRun:
 
     def _name_states(self, unit: WeightUnit, gradients: Sequence[Tensor], moments: Sequence[Tensor]) -> None:
         live = self._live
-        live.name([unit.main_weight], WEIGHTS)
+        is_on_host = live.is_on_host(unit.main_weight)
+        main, *mirror = unit.tensors_at_home()
+        live.name([main], MAIN_WEIGHTS if is_on_host else WEIGHTS)
+        live.name(mirror, MIRRORS if is_on_host else COPY)
         live.name(gradients, GRADIENTS)
-        live.name(moments, OPTIMIZER)
+        live.name(moments, MOMENTS if is_on_host else OPTIMIZER)
         for tensor in unit.live_tensors():
             if self._is_full(unit, tensor):
                 live.resizable([tensor], WEIGHTS if self._keeps_full else GATHERED)
@@ -203,22 +213,24 @@ class EngineRun:
                 self._held[index] = True
             elif mark.event is Event.BACKWARD and mark.use < span.start:
                 self._held[index] = False
-        self._note(self._external + part.peak, part.peak)
+        self._note(self._external + part.peak)
         self._external += part.change
 
     def _at_peak(self, workspace: int) -> None:
-        self._note(self._external + workspace, workspace)
+        self._note(self._external + workspace)
 
-    def _note(self, beside: int, more: int) -> None:
+    def _note(self, beside: int) -> None:
         live, held = self._live, tuple(self._held)
         resized = live.resized()
         total = live.total + sum(resized.values()) + beside
         known = self._peaks.get(held)
         if known is None or total > known.total:
-            kinds = live.by_kind + resized + Counter({ACTIVATIONS: self._external + more - sum(self._base.values())}) + self._base
+            kinds = live.by_kind + resized + self._record.lasting
+            kinds[ACTIVATIONS] += beside - sum(self._record.lasting.values())
             self._peaks[held] = Peak(total, kinds, self._observer.moment)
-        if sum(live.on_host.values()) > sum(self._host_peak.values()):
-            self._host_peak = Counter(live.on_host)
+        on_host = live.on_host + self._record.lasting_on_host
+        if sum(on_host.values()) > sum(self._host_peak.values()):
+            self._host_peak = on_host
 
 
 def _sums_of(gradient: UnitGradient) -> list[Tensor]:
