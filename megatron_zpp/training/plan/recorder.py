@@ -16,6 +16,7 @@ from megatron_zpp.comm.backend import Work
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic, link_traffic
 from megatron_zpp.comm.moves import NEVER
+from megatron_zpp.comm.staging import Staging
 from megatron_zpp.ops.planned import CodecWork, listening
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Direction, Lane
@@ -166,6 +167,21 @@ class RecordedStreams:
         kind = self.live.kind if self.live.kind == KEPT_INPUTS else PINNED if is_pinned else MAIN_WEIGHTS
         with self.live.of_kind(kind, on_host=True):
             return torch.zeros(numel, dtype=dtype, device=META)
+
+
+class PlannedStaging(Staging):
+    """The buffers of a plan. kind: of their memory, which `live` counts; None: it does not."""
+
+    def __init__(self, streams: RecordedStreams | None, kind: str | None) -> None:
+        super().__init__(META, streams)
+        self.live: LiveMemory | None = None
+        self._kind = kind
+
+    def take(self, nbytes: int) -> Tensor:
+        if self.live is None:
+            return super().take(nbytes)
+        with self.live.of_kind(self._kind):
+            return super().take(nbytes)
 
 
 # ---- collectives

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.comm.staging import Staging
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
@@ -34,6 +34,7 @@ from megatron_zpp.training.plan.operators import Operators
 from megatron_zpp.training.plan.program import Segment
 from megatron_zpp.training.plan.recorder import (
     META,
+    PlannedStaging,
     RecordedBackend,
     RecordedLanes,
     RecordedLedger,
@@ -75,16 +76,6 @@ class StepRecord:
     host_states: Mapping[str, Counter[str]]
 
 
-class _CountedStaging(Staging):
-    live: LiveMemory | None = None
-
-    def take(self, nbytes: int) -> Tensor:
-        if self.live is None:
-            return super().take(nbytes)
-        with self.live.of_kind(PAYLOADS):
-            return super().take(nbytes)
-
-
 class _SegmentObserver(Observer):
     """Begins a segment with every use."""
 
@@ -107,10 +98,22 @@ class _SegmentObserver(Observer):
 
 
 class EngineRun:
-    """An engine on tensors without values. spans: uses, in each of which the activations are kept at the same time."""
+    """An engine on tensors without values. spans: uses, in each of which the activations are kept at the same time.
 
-    def __init__(self, record: ModelRecord, options: EngineOptions, grid: Grid, workspace: Workspace, spans: Sequence[range]) -> None:
-        self._record = record
+    evaluation: the record of a forward without gradients, which follows every step.
+    """
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        options: EngineOptions,
+        grid: Grid,
+        workspace: Workspace,
+        spans: Sequence[range],
+        evaluation: ModelRecord | None = None,
+    ) -> None:
+        self._record = self._played = record
+        self._evaluation = evaluation
         self._spans = spans
         self._workspace = workspace
         self.recorder = recorder = Recorder(notes_streams=False)
@@ -123,7 +126,7 @@ class EngineRun:
         self._host_states: dict[str, Counter[str]] = {}
         operators = Operators(recorder)
         self._live = operators.live = LiveMemory(workspace, self._at_peak, operators)
-        self._player = Player(record, self._on_part)
+        self._player = Player(self._on_part)
         self._options = options
         self._grid = grid
 
@@ -134,7 +137,7 @@ class EngineRun:
         lanes: RecordedLanes = RecordedThreadLanes(recorder) if streams is None else RecordedStreamLanes(recorder, streams)
         ledger = RecordedLedger(self._grid, 0)
         ledger.recorder = recorder
-        staging = _CountedStaging(META, streams)
+        staging = PlannedStaging(streams, PAYLOADS)
         staging.live = live
         if streams is not None:
             streams.live = live
@@ -155,6 +158,7 @@ class EngineRun:
             observer.segments.clear()
             self._step(engine, model, microbatches)
             segments = list(observer.segments)
+            self._evaluate(model)
             recorder.items = []
             engine.close()
         return StepRecord(segments, self._peaks, self._host_peak, self._states, self._host_states)
@@ -163,7 +167,7 @@ class EngineRun:
         observer = self._observer
         for microbatch in range(microbatches):
             observer.microbatch = microbatch
-            self._player.begin()
+            self._begin(self._record)
             loss = model()
             engine.backward(loss, microbatches=microbatches, is_last_microbatch=microbatch == microbatches - 1)
             self._player.play_all()
@@ -176,6 +180,18 @@ class EngineRun:
         engine.finish_gradients()
         losses = gather_numbers([0.0], engine)
         engine.update(1e-3, report=losses.flatten()[:1])
+
+    def _evaluate(self, model: HollowModel) -> None:
+        if self._evaluation is not None:
+            self._begin(self._evaluation)
+            with torch.no_grad():
+                model()
+            self._player.play_all()
+
+    def _begin(self, record: ModelRecord) -> None:
+        """Begins a micro-batch of this record."""
+        self._played, self._external = record, sum(record.lasting.values())
+        self._player.begin(record)
 
     def _note_states(self, engine: ZeroEngine) -> None:
         for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
@@ -210,7 +226,7 @@ class EngineRun:
         mark = part.mark
         for index, span in enumerate(self._spans):
             if mark.event is Event.FORWARD and mark.use in span:
-                self._held[index] = True
+                self._held[index] = self._played is self._record  # evaluation keeps none
             elif mark.event is Event.BACKWARD and mark.use < span.start:
                 self._held[index] = False
         self._note(self._external + part.peak)
@@ -225,10 +241,10 @@ class EngineRun:
         total = live.total + sum(resized.values()) + beside
         known = self._peaks.get(held)
         if known is None or total > known.total:
-            kinds = live.by_kind + resized + self._record.lasting
-            kinds[ACTIVATIONS] += beside - sum(self._record.lasting.values())
+            kinds = live.by_kind + resized + self._played.lasting
+            kinds[ACTIVATIONS] += beside - sum(self._played.lasting.values())
             self._peaks[held] = Peak(total, kinds, self._observer.moment)
-        on_host = live.on_host + self._record.lasting_on_host
+        on_host = live.on_host + self._played.lasting_on_host
         if sum(on_host.values()) > sum(self._host_peak.values()):
             self._host_peak = on_host
 
