@@ -33,6 +33,7 @@ from megatron_zpp.training.plan.model_record import Event, ModelRecord, Part
 from megatron_zpp.training.plan.operators import Operators
 from megatron_zpp.training.plan.program import Segment
 from megatron_zpp.training.plan.recorder import (
+    CODED,
     META,
     PlannedStaging,
     RecordedBackend,
@@ -121,6 +122,7 @@ class EngineRun:
         self._peaks: dict[tuple[bool, ...], Peak] = {}
         self._host_peak: Counter[str] = Counter()
         self._external = sum(record.lasting.values())
+        self._most_coded = 0
         self._held = [False] * len(spans)
         self._states: dict[str, Counter[str]] = {}
         self._host_states: dict[str, Counter[str]] = {}
@@ -134,7 +136,7 @@ class EngineRun:
         """A step of so many micro-batches, after short ones, which leave buffers behind."""
         recorder, live, observer = self.recorder, self._live, self._observer
         streams = RecordedStreams(recorder) if self._workspace.is_on_gpu else None
-        lanes: RecordedLanes = RecordedThreadLanes(recorder) if streams is None else RecordedStreamLanes(recorder, streams)
+        lanes: RecordedLanes = RecordedThreadLanes(recorder, live) if streams is None else RecordedStreamLanes(recorder, live, streams)
         ledger = RecordedLedger(self._grid, 0)
         ledger.recorder = recorder
         staging = PlannedStaging(streams, PAYLOADS)
@@ -238,11 +240,16 @@ class EngineRun:
     def _note(self, beside: int) -> None:
         live, held = self._live, tuple(self._held)
         resized = live.resized()
-        total = live.total + sum(resized.values()) + beside
+        coded = live.by_kind[CODED]
+        if not self._workspace.is_on_gpu:  # the thread of the lanes may make them at any time
+            coded = self._most_coded = max(coded, self._most_coded)
+        total = live.total - live.by_kind[CODED] + coded + sum(resized.values()) + beside
         known = self._peaks.get(held)
         if known is None or total > known.total:
             kinds = live.by_kind + resized + self._played.lasting
             kinds[ACTIVATIONS] += beside - sum(self._played.lasting.values())
+            kinds[OTHER] += coded
+            del kinds[CODED]
             self._peaks[held] = Peak(total, kinds, self._observer.moment)
         on_host = live.on_host + self._played.lasting_on_host
         if sum(on_host.values()) > sum(self._host_peak.values()):
