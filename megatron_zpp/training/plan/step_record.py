@@ -152,12 +152,12 @@ class EngineRun:
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
                 self._name_states(unit, _sums_of(gradient), list(moments.values()))
             self._peaks.clear()  # a unit has no storage of its own when the next one is made; until now they were counted together
+            self._step(engine, model, 1)
             if isinstance(lanes, RecordedThreadLanes):  # in a long run each link is the slowest at some time
-                for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}, set[Direction]()):
+                for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}):
                     lanes.fast_at_first = directions
                     self._step(engine, model, 1)
-            else:
-                self._step(engine, model, 1)
+                lanes.fast_at_first = frozenset()
             observer.segments.clear()
             self._step(engine, model, microbatches)
             segments = list(observer.segments)
