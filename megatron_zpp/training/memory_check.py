@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_zpp.config.counted import counted
+from megatron_zpp.config.counted import counted, in_gib
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.resolve import could_have
 from megatron_zpp.config.rules_context import CONTEXT_SIZE
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE
 from megatron_zpp.config.schema import Config, ZeroConfig
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.memory_need import MemoryNeed, in_gib, memory_need
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.device_memory import NO_DEVICE, device_memory
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 

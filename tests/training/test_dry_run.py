@@ -24,7 +24,8 @@ from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.dry_run import described_plan, planned_world_size
-from megatron_zpp.training.memory_need import in_gib, memory_need
+from megatron_zpp.config.counted import in_gib
+from megatron_zpp.training.memory_need import memory_need
 from megatron_zpp.training.plan_words import COLUMNS
 from megatron_zpp.training.sharding import grid_of, sharding_of
 from pretrain_zeropp_gpt import main

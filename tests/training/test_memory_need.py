@@ -15,7 +15,8 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.memory_check import AvailableMemory, check_fits, smallest_nodes
-from megatron_zpp.training.memory_need import MemoryNeed, in_gib, memory_need
+from megatron_zpp.config.counted import in_gib
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.run_plan import shape_of
 from megatron_zpp.training.sharding import choose_policy
 from megatron_zpp.zero.plan.memory_plan import Sharding
