@@ -105,9 +105,9 @@ class _Callbacks:
         self._recorder.items = part.items
 
     def end_part(self) -> None:
-        if self.parts:
+        if self.parts:  # what is there before the first part, such as the tokens, belongs to it
             self.parts[-1].change = self._live.total - self._start
-        self._start = self._live.total
+            self._start = self._live.total
 
     def at_peak(self, workspace: int) -> None:
         if self.parts:

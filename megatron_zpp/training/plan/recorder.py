@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,7 +18,7 @@ from megatron_zpp.comm.ledger import Category, Ledger, Traffic, link_traffic
 from megatron_zpp.comm.moves import NEVER
 from megatron_zpp.ops.planned import CodecWork, listening
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Lane
+from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Direction, Lane
 from megatron_zpp.training.plan.kinds import KEPT_INPUTS, MAIN_WEIGHTS, PINNED
 from megatron_zpp.training.plan.live_memory import LiveMemory
 from megatron_zpp.training.plan.program import (
@@ -312,15 +312,22 @@ class RecordedStreamLanes(RecordedLanes):
 
 
 class RecordedThreadLanes(RecordedLanes):
-    """As the lanes of a thread whose links are so slow that every hop is waited for: what can begin has begun, and nothing has ended."""
+    """As the lanes of a thread whose links are so slow that every hop is waited for: what can begin has begun, and nothing has ended.
+
+    fast_at_first: of climbs or descents in these directions only the last hop is slow.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
+        self.fast_at_first: Set[Direction] = frozenset()
         self._queues: dict[Lane, deque[Hop]] = {lane: deque() for lane in LANES}
 
     def carry_out(self, hop: Hop) -> None:
         self._queues[hop.lane].append(hop)
         self._begin_all()
+        if hop.after is not None and hop.lane.direction in self.fast_at_first:
+            self.land(hop.after)
+            self._begin_all()
 
     def land(self, hop: Hop) -> None:
         while not hop.has_landed:
@@ -340,10 +347,10 @@ class RecordedThreadLanes(RecordedLanes):
     def _begin_all(self) -> None:
         """Prepares and launches what the rules of comm/lanes.py allow."""
         for queue in self._queues.values():
-            for place, hop in enumerate(islice(queue, MOST_CROSSING + 1)):
+            for hop in islice(queue, MOST_CROSSING + 1):
                 if hop.prepared == NEVER:
                     if hop.after is not None and not hop.after.has_landed:
                         break
                     self._prepare(hop)
-                if place < MOST_CROSSING and hop.launched == NEVER:
-                    self._launch(hop)
+                if hop.launched == NEVER:
+                    self._launch(hop)  # of the last one: once the first has crossed, and before it has landed (comm/moves.py)

@@ -13,6 +13,7 @@ from megatron_zpp.comm.staging import Staging
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import Direction
 from megatron_zpp.training.plan.hollow_model import HollowModel, Player
 from megatron_zpp.training.plan.kinds import (
     ACTIVATIONS,
@@ -127,7 +128,7 @@ class EngineRun:
         self._grid = grid
 
     def run(self, microbatches: int) -> StepRecord:
-        """The second step, of so many micro-batches; the first one has one."""
+        """A step of so many micro-batches, after short ones, which leave buffers behind."""
         recorder, live, observer = self.recorder, self._live, self._observer
         streams = RecordedStreams(recorder) if self._workspace.is_on_gpu else None
         lanes: RecordedLanes = RecordedThreadLanes(recorder) if streams is None else RecordedStreamLanes(recorder, streams)
@@ -145,7 +146,12 @@ class EngineRun:
             engine = ZeroEngine(model, self._record.units, self._record.uses, options, ladder)
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
                 self._name_states(unit, _sums_of(gradient), list(moments.values()))
-            self._step(engine, model, 1)
+            if isinstance(lanes, RecordedThreadLanes):  # in a long run each link is the slowest at some time
+                for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}, set[Direction]()):
+                    lanes.fast_at_first = directions
+                    self._step(engine, model, 1)
+            else:
+                self._step(engine, model, 1)
             observer.segments.clear()
             self._step(engine, model, microbatches)
             segments = list(observer.segments)
@@ -168,8 +174,8 @@ class EngineRun:
             self._live.name((tensor for tensor in unit.live_tensors() if not self._is_full(unit, tensor)), COPY)
         self._note_states(engine)
         engine.finish_gradients()
-        report = gather_numbers([0.0], engine).mean(dim=(0, 1))  # the losses
-        engine.update(1e-3, report=report)
+        losses = gather_numbers([0.0], engine)
+        engine.update(1e-3, report=losses.flatten()[:1])
 
     def _note_states(self, engine: ZeroEngine) -> None:
         for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
