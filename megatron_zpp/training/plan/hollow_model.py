@@ -23,17 +23,17 @@ _USES = (Event.FORWARD, Event.RECOMPUTE)
 
 
 class Player:
-    """Plays the parts of a record, one micro-batch after the other. on_part: is called with each part."""
+    """Plays the parts of records, one micro-batch after the other. on_part: is called with each part."""
 
-    def __init__(self, record: ModelRecord, on_part: Callable[[Part], None]) -> None:
-        self._parts = record.parts
+    def __init__(self, on_part: Callable[[Part], None]) -> None:
+        self._parts: Sequence[Part] = ()
         self._on_part = on_part
         self._next = 0  # the part whose mark comes next
         self._is_played = True  # the part before it
 
-    def begin(self) -> None:
-        """Begins a micro-batch."""
-        self._next, self._is_played = 0, True
+    def begin(self, record: ModelRecord) -> None:
+        """Begins a micro-batch of this record."""
+        self._parts, self._next, self._is_played = record.parts, 0, True
 
     def reach_use(self, use: int) -> None:
         """Plays everything before the use's forward or its recomputation."""

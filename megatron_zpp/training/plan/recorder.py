@@ -16,6 +16,7 @@ from megatron_zpp.comm.backend import Work
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic, link_traffic
 from megatron_zpp.comm.moves import NEVER
+from megatron_zpp.comm.staging import Staging
 from megatron_zpp.ops.planned import CodecWork, listening
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Direction, Lane
@@ -37,6 +38,7 @@ from megatron_zpp.training.plan.program import (
 )
 
 META = torch.device("meta")
+CODED = "values that a codec makes beside payloads"
 
 
 @dataclass
@@ -168,6 +170,21 @@ class RecordedStreams:
             return torch.zeros(numel, dtype=dtype, device=META)
 
 
+class PlannedStaging(Staging):
+    """The buffers of a plan. kind: of their memory, which `live` counts; None: it does not."""
+
+    def __init__(self, streams: RecordedStreams | None, kind: str | None) -> None:
+        super().__init__(META, streams)
+        self.live: LiveMemory | None = None
+        self._kind = kind
+
+    def take(self, nbytes: int) -> Tensor:
+        if self.live is None:
+            return super().take(nbytes)
+        with self.live.of_kind(self._kind):
+            return super().take(nbytes)
+
+
 # ---- collectives
 
 
@@ -241,10 +258,14 @@ class NoLanes:
 
 
 class RecordedLanes:
-    """Lanes that note hops and waits, and carry hops out so that as much memory is taken as can be."""
+    """Lanes that note hops and waits, and carry hops out so that as much memory is taken as can be.
 
-    def __init__(self, recorder: Recorder) -> None:
+    live: counts what codecs make beside payloads as CODED.
+    """
+
+    def __init__(self, recorder: Recorder, live: LiveMemory) -> None:
         self._recorder = recorder
+        self._live = live
         self._index: WeakKeyDictionary[Hop, int] = WeakKeyDictionary()  # of each hop on its lane
         self._submitted = dict.fromkeys(LANES, 0)
         self._has_waited: WeakSet[Hop] = WeakSet()
@@ -280,7 +301,7 @@ class RecordedLanes:
 
     def _prepare(self, hop: Hop) -> None:
         item = self._items[hop]
-        with self._recorder.counting() as work:
+        with self._recorder.counting() as work, self._live.of_kind(CODED):
             hop.prepare()
         item.before, item.host_bytes = work.codec, work.come_up
         hop.prepared = 0.0
@@ -290,7 +311,7 @@ class RecordedLanes:
         hop.launched = 0.0
 
     def _land(self, hop: Hop) -> None:
-        with self._recorder.counting() as work:
+        with self._recorder.counting() as work, self._live.of_kind(CODED):
             hop.land()
         self._items[hop].after = work.codec
         hop.landed = 0.0
@@ -299,8 +320,8 @@ class RecordedLanes:
 class RecordedStreamLanes(RecordedLanes):
     """As lanes on streams: all of a hop is enqueued when it is submitted."""
 
-    def __init__(self, recorder: Recorder, streams: RecordedStreams) -> None:
-        super().__init__(recorder)
+    def __init__(self, recorder: Recorder, live: LiveMemory, streams: RecordedStreams) -> None:
+        super().__init__(recorder, live)
         self._streams = streams
         self._of_lane = {lane: streams.make(is_urgent=True) for lane in LANES}
 
@@ -317,8 +338,8 @@ class RecordedThreadLanes(RecordedLanes):
     fast_at_first: of climbs or descents in these directions only the last hop is slow.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
+    def __init__(self, recorder: Recorder, live: LiveMemory) -> None:
+        super().__init__(recorder, live)
         self.fast_at_first: Set[Direction] = frozenset()
         self._queues: dict[Lane, deque[Hop]] = {lane: deque() for lane in LANES}
 
