@@ -6,8 +6,8 @@ import os
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.training.hardware import CPU_CODEC, GLOO_COLLECTIVE_SECONDS
-from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, computation_by_step, plan_run
-from megatron_zpp.zero.plan.time_model import LinkSpeed, Machine, Overlap
+from megatron_zpp.training.plan.machine import LinkSpeed, Machine, Overlap
+from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, plan_run
 from slow_links.configurations import OURS, ZERO3, Workload
 from slow_links.rates import Rate
 
@@ -25,7 +25,7 @@ class Prediction:
         given = parse_flags(workload.flags(ZERO3))
         padded = workload.padded_vocab_size
         self._plans = {member.name: plan_run(given, member, world, padded) for member in MEMBERS if member.name in OURS}
-        self._computation = computation_by_step(self._plans[ZERO3].config, padded, step_seconds, workload.microbatches)
+        self._flops_per_second = self._plans[ZERO3].flops_per_second(step_seconds)
         ranks_per_core = max(1.0, workload.world_size / (os.cpu_count() or 1))
         self._codec = CPU_CODEC.times(ranks_per_core)
 
@@ -36,5 +36,5 @@ class Prediction:
     def seconds(self, name: str, rate: Rate) -> float:
         """Predicted seconds of a step of a configuration that is covered."""
         inter = LinkSpeed(rate.bytes_per_second * TCP_SHARE, GLOO_COLLECTIVE_SECONDS if rate.is_limited else 0.0)
-        machine = Machine(inter, LinkSpeed(float("inf")), self._codec, Overlap.THREAD)
-        return self._plans[name].time(machine, self._computation).seconds
+        machine = Machine(inter, LinkSpeed(float("inf")), self._codec, Overlap.THREAD, self._flops_per_second)
+        return self._plans[name].time(machine).seconds
