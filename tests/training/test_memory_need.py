@@ -10,27 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.training.memory_check import AvailableMemory, check_fits, smallest_nodes
-from megatron_zpp.config.counted import in_gib
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.kinds import (
     ACTIVATIONS,
     COPY,
     GATHERED,
     GRADIENTS,
-    KEPT_INPUTS,
-    MAIN_WEIGHTS,
-    MOMENTS,
     OPTIMIZER,
-    OTHER,
     PAYLOADS,
-    PINNED,
     WEIGHTS,
 )
-from megatron_zpp.training.sharding import grid_of, shape_of
+from megatron_zpp.training.sharding import grid_of
 
 GIB = 2**30
 VOCABULARY = 50304
