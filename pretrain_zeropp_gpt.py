@@ -147,7 +147,8 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         config, about_rules = with_kept_rules(with_schedule(config, source.stored), source.stored)
         vocabulary = setup.build_vocabulary(config)
         model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder)
-        startup_checks.check_memory(config, model, ladder.grid, world.device, memory)
+        if world.rank == 0:  # every other rank would find the same
+            startup_checks.check_memory(config, model, ladder.grid, world.device, memory)
         data_progress = setup.progress_printer(launch, hosts[launch.rank], printer)
         is_first_here = launch.local_rank == 0
         datasets = setup.build_run_data(config, vocabulary, source.stored, data_progress, checks_token_ids=is_first_here)

@@ -24,9 +24,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld
 from megatron_zpp.training.plan.clock import StepTime
 from megatron_zpp.training.plan.machine import CodecSpeed, LinkSpeed, Machine, Overlap
-from megatron_zpp.training.run_plan import MEMBERS, Member, PlannedWorld, RunPlan, plan_run
+from megatron_zpp.training.run_plan import RunPlan, plan_run
 
 WORLD = PlannedWorld(nodes=24, ranks_per_node=16, is_on_gpu=True)
 PADDED_VOCAB = 50304

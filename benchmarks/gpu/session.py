@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training import setup
 from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
-from megatron_zpp.training.sharding import sharding_of
 from megatron_zpp.training.startup_checks import check_backends
 from megatron_zpp.training.step import forward_backward, gather_numbers
 from megatron_zpp.zero.engine import ZeroEngine
@@ -66,12 +66,14 @@ class Session:
         ledger = Ledger(grid, self.place.backend.rank)
         ladder = Ladder(self.place.backend, self.place.lanes, ledger, self.place.device, self.place.streams)
         self.model: GPT = setup.build_model(self.config, self.padded_vocab, None, ladder)
-        self.need: MemoryNeed = memory_need(
-            self.config, self.model, sharding_of(self.config), grid, is_on_gpu=self.place.device.type == "cuda"
-        )
         instruments = Instruments(Timers(0, clock_of(self.place.device)), self.observer)
         self.engine: ZeroEngine = setup.build_engine(self.config, self.model, ladder, instruments)
         self.microbatches = self.config.training.global_batch_size // (self.config.training.micro_batch_size * grid.sample_groups)
+
+    @cached_property
+    def need(self) -> MemoryNeed:
+        """The planned need of each rank."""
+        return memory_need(self.config, self.padded_vocab, self.place.backend.grid, is_on_gpu=self.place.device.type == "cuda")
 
     def forward_backward(self, step: int) -> Tensor:
         """The sum of this rank's losses; the gradients of the step are on their way."""

@@ -6,8 +6,9 @@ import os
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.training.hardware import CPU_CODEC, GLOO_COLLECTIVE_SECONDS
+from megatron_zpp.training.members import MEMBERS, PlannedWorld
 from megatron_zpp.training.plan.machine import LinkSpeed, Machine, Overlap
-from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, plan_run
+from megatron_zpp.training.run_plan import plan_run
 from slow_links.configurations import OURS, ZERO3, Workload
 from slow_links.rates import Rate
 

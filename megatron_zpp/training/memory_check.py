@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_zpp.config.counted import counted
+from megatron_zpp.config.counted import counted, in_gib
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.resolve import could_have
 from megatron_zpp.config.rules_context import CONTEXT_SIZE
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE
 from megatron_zpp.config.schema import Config, ZeroConfig
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.memory_need import MemoryNeed, in_gib, memory_need
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.device_memory import NO_DEVICE, device_memory
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 
@@ -60,7 +60,9 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
     together = max(1, grid.context_ranks // grid.ladder.ranks_per_node)  # nodes that only together have whole samples
 
     def fits(times: int) -> bool:
-        return need_with(config, replace(grid, world_size=times * together * grid.ranks_per_node)).total <= nbytes
+        larger = replace(grid, world_size=times * together * grid.ranks_per_node)
+        batch = config.training.global_batch_size * larger.sample_groups // grid.sample_groups  # of as many micro-batches per rank
+        return need_with(config.with_values(global_batch_size=batch), larger).total <= nbytes
 
     may_fit = need.whatever_the_world <= nbytes  # otherwise no world is planned: each takes a fraction of a second
     times = smallest_nodes(fits, grid.nodes // together) if may_fit else None

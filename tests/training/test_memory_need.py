@@ -10,44 +10,49 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.memory_check import AvailableMemory, check_fits, smallest_nodes
-from megatron_zpp.training.memory_need import MemoryNeed, in_gib, memory_need
-from megatron_zpp.training.run_plan import shape_of
-from megatron_zpp.training.sharding import choose_policy
-from megatron_zpp.zero.plan.memory_plan import Sharding
-from megatron_zpp.zero.schedule import Prefetch
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need
+from megatron_zpp.training.plan.kinds import (
+    ACTIVATIONS,
+    COPY,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    PAYLOADS,
+    WEIGHTS,
+)
+from megatron_zpp.training.sharding import grid_of
 
 GIB = 2**30
+VOCABULARY = 50304
 TUTORIAL = "--num-layers 40 --hidden-size 6144 --seq-length 512 --num-attention-heads 32 --batch-size 1 --fp16 --checkpoint-activations"
 ZEROPP = "--zero-stage 3 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size"
 SMALL = "--num-layers 4 --hidden-size 256 --seq-length 64 --num-attention-heads 4 --batch-size 1 --fp16"
 
 
 class Run:
-    """A configuration in a world, with its model on the meta device."""
+    """A configuration in a world."""
 
     def __init__(self, flags: str, nodes: int, ranks_per_node: int, tensor_ranks: int = 1, context_ranks: int = 1) -> None:
         shared = f" --tensor-model-parallel-size {tensor_ranks} --context-parallel-size {context_ranks}"
         self.config: Config = resolve(parse_flags((flags + shared).split()), nodes * ranks_per_node, ranks_per_node)
-        self.model = shape_of(self.config, 50304)
-        partition_ranks = self.config.zero.zero_hpz_partition_size
-        if partition_ranks == 1:
-            partition_ranks = ranks_per_node // tensor_ranks
-        self.grid = Grid(nodes * ranks_per_node, ranks_per_node, partition_ranks, tensor_ranks, context_ranks)
-        self.sharding = Sharding(choose_policy(self.config.zero), 256, 2, Prefetch())
+        self.grid = grid_of(self.config, nodes * ranks_per_node)
 
     def need(self, *, is_on_gpu: bool = True) -> MemoryNeed:
-        return memory_need(self.config, self.model, self.sharding, self.grid, is_on_gpu=is_on_gpu)
+        return memory_need(self.config, VOCABULARY, self.grid, is_on_gpu=is_on_gpu)
+
+    def activations(self, *, is_on_gpu: bool = True) -> int:
+        return self.need(is_on_gpu=is_on_gpu).of(ACTIVATIONS)
 
     def check(
         self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True, is_after_start: bool = False
     ) -> MemoryNeed:
         available = AvailableMemory(available_bytes, host_bytes, is_after_start)
-        return check_fits(self.config, self.model, self.sharding, self.grid, is_on_gpu=is_on_gpu, available=available)
+        return check_fits(self.config, VOCABULARY, self.grid, is_on_gpu=is_on_gpu, available=available)
 
     def refusal(
         self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True, is_after_start: bool = False
@@ -60,21 +65,21 @@ class Run:
 def test_the_tutorials_model_needs_4_3_gib_of_states_per_rank_beside_its_copy_and_fits_its_64_gpus_of_32_gb() -> None:
     """4.29 GiB is 16 bytes x 18.43 billion parameters / 64, what the tutorial's log calls MemAllocated."""
     need = Run(f"{TUTORIAL} {ZEROPP} 16", 4, 16).need()
-    assert (need.plan.states - need.plan.secondary) / GIB == pytest.approx(4.29, abs=0.01)
-    assert need.plan.secondary / GIB == pytest.approx(18.43e9 * (1 + 4 / 256) / 16 / GIB, rel=0.01)
+    assert (need.states - need.of(COPY)) / GIB == pytest.approx(4.29, abs=0.01)
+    assert need.of(COPY) / GIB == pytest.approx(18.43e9 * (1 + 4 / 256) / 16 / GIB, rel=0.01)
     assert need.total < 32e9
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node", "gib"), [(1, 1, 275), (1, 8, 34.3)])
 def test_the_tutorials_model_on_fewer_ranks_needs_what_16_bytes_per_parameter_say(nodes: int, ranks_per_node: int, gib: float) -> None:
     need = Run(f"{TUTORIAL} --zero-stage 3", nodes, ranks_per_node).need()
-    assert need.plan.states / GIB == pytest.approx(gib, rel=0.002)
+    assert need.states / GIB == pytest.approx(gib, rel=0.002)
 
 
 @pytest.mark.parametrize("flags", ["--optimizer-cpu-offload", "--zero-quantized-weights", "--zero-hpz-partition-size 4"])
 def test_what_a_rank_keeps_of_the_weights_for_a_step_has_a_name_that_is_true_without_a_secondary_rung(flags: str) -> None:
     need = Run(f"{SMALL} --zero-stage 3 {flags}", 2, 4).need()
-    assert f"copy of weights {in_gib(need.plan.secondary)}" in str(need) and "secondary" not in str(need)
+    assert f"copy of weights {in_gib(need.of(COPY))}" in str(need) and "secondary" not in str(need)
 
 
 def test_a_run_that_fits_is_not_refused_and_neither_is_one_in_unknown_memory() -> None:
@@ -86,16 +91,8 @@ def test_a_run_that_lacks_one_byte_is_refused_with_every_part_in_figures() -> No
     run = Run(f"{TUTORIAL} {ZEROPP} 16", 1, 16)
     need = run.need()
     text = run.refusal(need.total - 1)
-    plan = need.plan
-    parts = {
-        "weights": plan.weights,
-        "gradients": plan.gradients,
-        "optimizer state": plan.optimizer_state,
-        "copy of weights": plan.secondary,
-        "CUDA context and workspaces": need.device.context + need.device.workspaces,
-        "NCCL buffers": need.device.communicators,
-    }
-    parts |= {"gathered units": need.gathered, "payload buffers": plan.buffers, "activations about": need.activations}
+    parts = {kind: need.of(kind) for kind in (WEIGHTS, GRADIENTS, OPTIMIZER, COPY, GATHERED, PAYLOADS, ACTIVATIONS)}
+    parts |= {"CUDA context and workspaces": need.device.context + need.device.workspaces, "NCCL buffers": need.device.communicators}
     assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
     assert f"each of the 16 ranks needs {in_gib(need.total)}" in text and f"has {in_gib(need.total - 1)} of GPU memory" in text
     world = "the smallest world that fits is 2 nodes of 16 ranks with this much memory each"

@@ -23,17 +23,17 @@ _USES = (Event.FORWARD, Event.RECOMPUTE)
 
 
 class Player:
-    """Plays the parts of a record, one micro-batch after the other. on_part: is called with each part."""
+    """Plays the parts of records, one micro-batch after the other. on_part: is called with each part."""
 
-    def __init__(self, record: ModelRecord, on_part: Callable[[Part], None]) -> None:
-        self._parts = record.parts
+    def __init__(self, on_part: Callable[[Part], None]) -> None:
+        self._parts: Sequence[Part] = ()
         self._on_part = on_part
         self._next = 0  # the part whose mark comes next
         self._is_played = True  # the part before it
 
-    def begin(self) -> None:
-        """Begins a micro-batch."""
-        self._next, self._is_played = 0, True
+    def begin(self, record: ModelRecord) -> None:
+        """Begins a micro-batch of this record."""
+        self._parts, self._next, self._is_played = record.parts, 0, True
 
     def reach_use(self, use: int) -> None:
         """Plays everything before the use's forward or its recomputation."""
@@ -41,6 +41,12 @@ class Player:
 
     def reach_gradient(self, parameter: str) -> None:
         self._reach(lambda mark: mark.event is Event.GRADIENT and mark.parameter == parameter)
+
+    @property
+    def recomputes_next(self) -> bool:
+        """Whether a use is recomputed before the next gradient. (That of a bias alone needs nothing that forward made.)"""
+        events = (part.mark.event for part in self._parts[self._next :])
+        return next((event for event in events if event in (Event.RECOMPUTE, Event.GRADIENT)), None) is Event.RECOMPUTE
 
     def play(self) -> None:
         """Plays the part that has been reached."""
@@ -148,16 +154,17 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, parameter: Tensor, model: HollowModel, name: str) -> Tensor:
         ctx.save_for_backward(hidden, parameter)
-        ctx.model, ctx.name = model, name
+        ctx.model, ctx.name, ctx.shape = model, name, parameter.shape
         return hidden.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        _, parameter = ctx.saved_tensors  # of a chunk that is recomputed, this calls its forward again
+        if ctx.model.player.recomputes_next:
+            _ = ctx.saved_tensors  # calls the forward of the chunk again
         with ctx.model.quietly():
             ctx.model.player.reach_gradient(ctx.name)
-            return grad.clone(), torch.empty_like(parameter), None, None
+            return grad.clone(), grad.new_empty(ctx.shape), None, None
 
 
 class _End(torch.autograd.Function):

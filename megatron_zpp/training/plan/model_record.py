@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.training.plan.kinds import ACTIVATIONS
+from megatron_zpp.training.plan.kinds import ACTIVATIONS, PAYLOADS
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.operators import Operators
 from megatron_zpp.training.plan.program import Item
-from megatron_zpp.training.plan.recorder import RecordedStreams, Recorder
+from megatron_zpp.training.plan.recorder import PlannedStaging, RecordedStreams, Recorder
 from megatron_zpp.zero.hooks import hook_uses
 
 
@@ -122,30 +123,37 @@ def record_model(
     recorder: Recorder,
     loss_of: Callable[[LiveMemory], Tensor],
     workspace: Workspace,
-    streams: RecordedStreams | None = None,
+    places: Sequence[RecordedStreams | PlannedStaging] = (),
+    *,
+    is_training: bool = True,
 ) -> ModelRecord:
-    """One forward and backward. loss_of: calls the module, whose parameters are on the meta device. streams: that it uses.
+    """One forward and backward. loss_of: calls the module, whose parameters are on the meta device. places: that its links use.
 
-    What `loss_of` makes before it calls the module and keeps, such as the micro-batch, lasts.
+    is_training: otherwise it is a forward of evaluation alone, without gradients.
+
+    What `loss_of` makes before it calls the module and keeps, such as the micro-batch, lasts; and so do the buffers of the links, which
+    every micro-batch uses again.
     """
     callbacks: _Callbacks
     operators = Operators(recorder)
     live = operators.live = LiveMemory(workspace, lambda nbytes: callbacks.at_peak(nbytes), operators)
     callbacks = _Callbacks(uses, live, recorder)
-    if streams is not None:
-        streams.live = live
+    for place in places:
+        place.live = live
     handles = [*hook_uses(module, uses, callbacks)]
     for unit in units:
         for spec in unit.params:
             parameter = module.get_parameter(spec.name)
             handles.append(parameter.register_post_accumulate_grad_hook(partial(callbacks.collect, spec.name)))
     try:
-        with live, live.of_kind(ACTIVATIONS):
+        with live, live.of_kind(ACTIVATIONS), torch.set_grad_enabled(is_training):
             loss = loss_of(live)
-            callbacks.is_in_backward = True
-            loss.backward()
+            if is_training:
+                callbacks.is_in_backward = True
+                loss.backward()
             callbacks.end_part()
     finally:
         for handle in handles:
             handle.remove()
+    callbacks.lasting[PAYLOADS] += sum(place.allocated_bytes for place in places if isinstance(place, PlannedStaging))
     return ModelRecord(tuple(uses), tuple(units), callbacks.parts, callbacks.lasting, callbacks.lasting_on_host)

@@ -32,7 +32,7 @@ from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.model_record import Event, ModelRecord, record_model
 from megatron_zpp.training.plan.program import Booked, Compute, Cross, Item, Segment, Submit
-from megatron_zpp.training.plan.recorder import META, NoLanes, RecordedBackend, RecordedLedger, RecordedStreams, Recorder
+from megatron_zpp.training.plan.recorder import META, NoLanes, PlannedStaging, RecordedBackend, RecordedLedger, RecordedStreams, Recorder
 from megatron_zpp.training.plan.repeats import Repeat, without_repeats
 from megatron_zpp.training.plan.step_record import EngineRun, StepRecord
 from megatron_zpp.training.setup import build_model, engine_options, working_dtype
@@ -151,10 +151,15 @@ def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: 
     config = replace(config, model=small).with_values(compile=False)
     training, workspace = config.training, Workspace(is_on_gpu, config.training.deterministic_mode)
     microbatches = training.global_batch_size // (training.micro_batch_size * grid.sample_groups)
-    model = _recorded(_ModelJob.of(config, grid, padded_vocab_size, workspace))
+    job = _ModelJob.of(config, grid, padded_vocab_size, workspace)
+    model = _recorded(job)
+    # Evaluation keeps less than training, unless its micro-batches are larger.
+    evaluated = training.eval_micro_batch_size
+    larger = replace(job, config=config.with_values(micro_batch_size=evaluated), micro_batch_size=evaluated, is_training=False)
+    evaluation = _recorded(larger) if training.eval_iters > 0 and evaluated > training.micro_batch_size else None
     options = engine_options(config, Observer())
     options = replace(options, full_precision_iterations=min(1, options.full_precision_iterations))
-    run = EngineRun(model, options, grid, workspace, [repeat.uses for repeat in repeats])
+    run = EngineRun(model, options, grid, workspace, [repeat.uses for repeat in repeats], evaluation)
     return PlannedStep(model, run.run(min(microbatches, RECORDED_MICROBATCHES)), repeats, microbatches, len(recomputed_chunks(small)))
 
 
@@ -171,17 +176,19 @@ class _ModelJob:
     padded_vocab_size: int
     workspace: Workspace
     config: Config = field(compare=False)
+    is_training: bool = True
 
     @classmethod
     def of(cls, config: Config, grid: Grid, padded_vocab_size: int, workspace: Workspace) -> _ModelJob:
-        data, of_any_partition = config.data, replace(grid, partition_ranks=1)
+        data, nodes = config.data, max(1, grid.context_ranks // grid.ladder.ranks_per_node)
+        of_any_world = replace(grid, world_size=nodes * grid.ranks_per_node, partition_ranks=1)  # other samples are on other ranks
         return cls(
             config.model,
             config.distributed,
             config.precision,
             config.training.micro_batch_size,
             (data.reset_position_ids, data.reset_attention_mask),
-            of_any_partition,
+            of_any_world,
             padded_vocab_size,
             workspace,
             config,
@@ -194,7 +201,9 @@ def _recorded(job: _ModelJob) -> ModelRecord:
     streams = RecordedStreams(recorder) if job.workspace.is_on_gpu else None
     ledger = RecordedLedger(job.grid, 0)
     ledger.recorder = recorder
-    ladder = Ladder(RecordedBackend(job.grid, recorder, has_streams=streams is not None), NoLanes(), ledger, META, streams)
+    staging = PlannedStaging(streams, None)
+    ladder = Ladder(RecordedBackend(job.grid, recorder, has_streams=streams is not None), NoLanes(), ledger, META, streams, staging=staging)
+    places = (staging,) if streams is None else (staging, streams)
     with standing_for(job.workspace.device_type):
         model = build_model(config, job.padded_vocab_size, None, ladder)
 
@@ -205,7 +214,9 @@ def _recorded(job: _ModelJob) -> ModelRecord:
                 model.keep_inputs(inputs)
             return microbatch_loss(model, _batch(config, job.grid), META)
 
-        return record_model(model, model.unit_specs(_no_values), model.uses(), recorder, loss_of, job.workspace, streams)
+        return record_model(
+            model, model.unit_specs(_no_values), model.uses(), recorder, loss_of, job.workspace, places, is_training=job.is_training
+        )
 
 
 def _batch(config: Config, grid: Grid) -> MicroBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,9 +16,10 @@ from megatron_zpp.comm.backend import Work
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic, link_traffic
 from megatron_zpp.comm.moves import NEVER
+from megatron_zpp.comm.staging import Staging
 from megatron_zpp.ops.planned import CodecWork, listening
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Lane
+from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Direction, Lane
 from megatron_zpp.training.plan.kinds import KEPT_INPUTS, MAIN_WEIGHTS, PINNED
 from megatron_zpp.training.plan.live_memory import LiveMemory
 from megatron_zpp.training.plan.program import (
@@ -37,6 +38,7 @@ from megatron_zpp.training.plan.program import (
 )
 
 META = torch.device("meta")
+CODED = "values that a codec makes beside payloads"
 
 
 @dataclass
@@ -168,6 +170,21 @@ class RecordedStreams:
             return torch.zeros(numel, dtype=dtype, device=META)
 
 
+class PlannedStaging(Staging):
+    """The buffers of a plan. kind: of their memory, which `live` counts; None: it does not."""
+
+    def __init__(self, streams: RecordedStreams | None, kind: str | None) -> None:
+        super().__init__(META, streams)
+        self.live: LiveMemory | None = None
+        self._kind = kind
+
+    def take(self, nbytes: int) -> Tensor:
+        if self.live is None:
+            return super().take(nbytes)
+        with self.live.of_kind(self._kind):
+            return super().take(nbytes)
+
+
 # ---- collectives
 
 
@@ -241,10 +258,14 @@ class NoLanes:
 
 
 class RecordedLanes:
-    """Lanes that note hops and waits, and carry hops out so that as much memory is taken as can be."""
+    """Lanes that note hops and waits, and carry hops out so that as much memory is taken as can be.
 
-    def __init__(self, recorder: Recorder) -> None:
+    live: counts what codecs make beside payloads as CODED.
+    """
+
+    def __init__(self, recorder: Recorder, live: LiveMemory) -> None:
         self._recorder = recorder
+        self._live = live
         self._index: WeakKeyDictionary[Hop, int] = WeakKeyDictionary()  # of each hop on its lane
         self._submitted = dict.fromkeys(LANES, 0)
         self._has_waited: WeakSet[Hop] = WeakSet()
@@ -280,7 +301,7 @@ class RecordedLanes:
 
     def _prepare(self, hop: Hop) -> None:
         item = self._items[hop]
-        with self._recorder.counting() as work:
+        with self._recorder.counting() as work, self._live.of_kind(CODED):
             hop.prepare()
         item.before, item.host_bytes = work.codec, work.come_up
         hop.prepared = 0.0
@@ -290,7 +311,7 @@ class RecordedLanes:
         hop.launched = 0.0
 
     def _land(self, hop: Hop) -> None:
-        with self._recorder.counting() as work:
+        with self._recorder.counting() as work, self._live.of_kind(CODED):
             hop.land()
         self._items[hop].after = work.codec
         hop.landed = 0.0
@@ -299,8 +320,8 @@ class RecordedLanes:
 class RecordedStreamLanes(RecordedLanes):
     """As lanes on streams: all of a hop is enqueued when it is submitted."""
 
-    def __init__(self, recorder: Recorder, streams: RecordedStreams) -> None:
-        super().__init__(recorder)
+    def __init__(self, recorder: Recorder, live: LiveMemory, streams: RecordedStreams) -> None:
+        super().__init__(recorder, live)
         self._streams = streams
         self._of_lane = {lane: streams.make(is_urgent=True) for lane in LANES}
 
@@ -312,15 +333,22 @@ class RecordedStreamLanes(RecordedLanes):
 
 
 class RecordedThreadLanes(RecordedLanes):
-    """As the lanes of a thread whose links are so slow that every hop is waited for: what can begin has begun, and nothing has ended."""
+    """As the lanes of a thread whose links are so slow that every hop is waited for: what can begin has begun, and nothing has ended.
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
+    fast_at_first: of climbs or descents in these directions only the last hop is slow.
+    """
+
+    def __init__(self, recorder: Recorder, live: LiveMemory) -> None:
+        super().__init__(recorder, live)
+        self.fast_at_first: Set[Direction] = frozenset()
         self._queues: dict[Lane, deque[Hop]] = {lane: deque() for lane in LANES}
 
     def carry_out(self, hop: Hop) -> None:
         self._queues[hop.lane].append(hop)
         self._begin_all()
+        if hop.after is not None and hop.lane.direction in self.fast_at_first:
+            self.land(hop.after)
+            self._begin_all()
 
     def land(self, hop: Hop) -> None:
         while not hop.has_landed:
@@ -340,10 +368,10 @@ class RecordedThreadLanes(RecordedLanes):
     def _begin_all(self) -> None:
         """Prepares and launches what the rules of comm/lanes.py allow."""
         for queue in self._queues.values():
-            for place, hop in enumerate(islice(queue, MOST_CROSSING + 1)):
+            for hop in islice(queue, MOST_CROSSING + 1):
                 if hop.prepared == NEVER:
                     if hop.after is not None and not hop.after.has_landed:
                         break
                     self._prepare(hop)
-                if place < MOST_CROSSING and hop.launched == NEVER:
-                    self._launch(hop)
+                if hop.launched == NEVER:
+                    self._launch(hop)  # of the last one: once the first has crossed, and before it has landed (comm/moves.py)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.ops.device_kind import kind_of
+
 _aten = torch.ops.aten
 
 
@@ -95,8 +97,10 @@ def _empty_like(values: Tensor, *, dtype: torch.dtype | None = None, memory_form
 
 
 def _layer_norm(values: Tensor, shape: Sequence[int], *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = (*values.shape[: values.dim() - len(shape)], *[1] * len(shape))
-    return (values.new_empty(values.shape), *(values.new_empty(statistics, dtype=torch.float32) for _ in range(2)))
+    """A GPU keeps means and deviations in fp32, a CPU in the dtype of the values."""
+    rows = (*values.shape[: values.dim() - len(shape)], *[1] * len(shape))
+    dtype = values.dtype if kind_of("meta") == "cpu" else torch.float32
+    return (values.new_empty(values.shape), *(values.new_empty(rows, dtype=dtype) for _ in range(2)))
 
 
 def _layer_norm_backward(grad: Tensor, values: Tensor, shape: Sequence[int], mean: Tensor, deviation: Tensor, *parameters: Any) -> Any:
@@ -106,23 +110,8 @@ def _layer_norm_backward(grad: Tensor, values: Tensor, shape: Sequence[int], mea
 
 
 _NAMES = (
-    "rsqrt",
-    "reciprocal",
-    "sigmoid",
-    "threshold_backward",
-    "addcmul",
-    "roll",
-    "silu",
-    "gelu",
-    "silu_backward",
-    "gelu_backward",
-    "relu",
-    "neg",
-    "clamp",
-    "sin",
-    "cos",
-    "exp",
-    "log",
+    *("rsqrt", "reciprocal", "sigmoid", "threshold_backward", "addcmul", "roll", "silu", "gelu", "silu_backward", "gelu_backward"),
+    *("relu", "neg", "clamp", "sin", "cos", "exp", "log"),
 )
 RULES: dict[Any, Callable[..., Any]] = {
     **{getattr(_aten, name).Tensor: _elementwise for name in ("add", "sub", "mul", "div")},

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.comm.staging import Staging
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import Direction
 from megatron_zpp.training.plan.hollow_model import HollowModel, Player
 from megatron_zpp.training.plan.kinds import (
     ACTIVATIONS,
@@ -32,7 +33,9 @@ from megatron_zpp.training.plan.model_record import Event, ModelRecord, Part
 from megatron_zpp.training.plan.operators import Operators
 from megatron_zpp.training.plan.program import Segment
 from megatron_zpp.training.plan.recorder import (
+    CODED,
     META,
+    PlannedStaging,
     RecordedBackend,
     RecordedLanes,
     RecordedLedger,
@@ -74,16 +77,6 @@ class StepRecord:
     host_states: Mapping[str, Counter[str]]
 
 
-class _CountedStaging(Staging):
-    live: LiveMemory | None = None
-
-    def take(self, nbytes: int) -> Tensor:
-        if self.live is None:
-            return super().take(nbytes)
-        with self.live.of_kind(PAYLOADS):
-            return super().take(nbytes)
-
-
 class _SegmentObserver(Observer):
     """Begins a segment with every use."""
 
@@ -106,10 +99,22 @@ class _SegmentObserver(Observer):
 
 
 class EngineRun:
-    """An engine on tensors without values. spans: uses, in each of which the activations are kept at the same time."""
+    """An engine on tensors without values. spans: uses, in each of which the activations are kept at the same time.
 
-    def __init__(self, record: ModelRecord, options: EngineOptions, grid: Grid, workspace: Workspace, spans: Sequence[range]) -> None:
-        self._record = record
+    evaluation: the record of a forward without gradients, which follows every step.
+    """
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        options: EngineOptions,
+        grid: Grid,
+        workspace: Workspace,
+        spans: Sequence[range],
+        evaluation: ModelRecord | None = None,
+    ) -> None:
+        self._record = self._played = record
+        self._evaluation = evaluation
         self._spans = spans
         self._workspace = workspace
         self.recorder = recorder = Recorder(notes_streams=False)
@@ -117,23 +122,24 @@ class EngineRun:
         self._peaks: dict[tuple[bool, ...], Peak] = {}
         self._host_peak: Counter[str] = Counter()
         self._external = sum(record.lasting.values())
+        self._most_coded = 0
         self._held = [False] * len(spans)
         self._states: dict[str, Counter[str]] = {}
         self._host_states: dict[str, Counter[str]] = {}
         operators = Operators(recorder)
         self._live = operators.live = LiveMemory(workspace, self._at_peak, operators)
-        self._player = Player(record, self._on_part)
+        self._player = Player(self._on_part)
         self._options = options
         self._grid = grid
 
     def run(self, microbatches: int) -> StepRecord:
-        """The second step, of so many micro-batches; the first one has one."""
+        """A step of so many micro-batches, after short ones, which leave buffers behind."""
         recorder, live, observer = self.recorder, self._live, self._observer
         streams = RecordedStreams(recorder) if self._workspace.is_on_gpu else None
-        lanes: RecordedLanes = RecordedThreadLanes(recorder) if streams is None else RecordedStreamLanes(recorder, streams)
+        lanes: RecordedLanes = RecordedThreadLanes(recorder, live) if streams is None else RecordedStreamLanes(recorder, live, streams)
         ledger = RecordedLedger(self._grid, 0)
         ledger.recorder = recorder
-        staging = _CountedStaging(META, streams)
+        staging = PlannedStaging(streams, PAYLOADS)
         staging.live = live
         if streams is not None:
             streams.live = live
@@ -145,10 +151,16 @@ class EngineRun:
             engine = ZeroEngine(model, self._record.units, self._record.uses, options, ladder)
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
                 self._name_states(unit, _sums_of(gradient), list(moments.values()))
-            self._step(engine, model, 1)
+            if isinstance(lanes, RecordedThreadLanes):  # in a long run each link is the slowest at some time
+                for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}, set[Direction]()):
+                    lanes.fast_at_first = directions
+                    self._step(engine, model, 1)
+            else:
+                self._step(engine, model, 1)
             observer.segments.clear()
             self._step(engine, model, microbatches)
             segments = list(observer.segments)
+            self._evaluate(model)
             recorder.items = []
             engine.close()
         return StepRecord(segments, self._peaks, self._host_peak, self._states, self._host_states)
@@ -157,7 +169,7 @@ class EngineRun:
         observer = self._observer
         for microbatch in range(microbatches):
             observer.microbatch = microbatch
-            self._player.begin()
+            self._begin(self._record)
             loss = model()
             engine.backward(loss, microbatches=microbatches, is_last_microbatch=microbatch == microbatches - 1)
             self._player.play_all()
@@ -168,8 +180,20 @@ class EngineRun:
             self._live.name((tensor for tensor in unit.live_tensors() if not self._is_full(unit, tensor)), COPY)
         self._note_states(engine)
         engine.finish_gradients()
-        report = gather_numbers([0.0], engine).mean(dim=(0, 1))  # the losses
-        engine.update(1e-3, report=report)
+        losses = gather_numbers([0.0], engine)
+        engine.update(1e-3, report=losses.flatten()[:1])
+
+    def _evaluate(self, model: HollowModel) -> None:
+        if self._evaluation is not None:
+            self._begin(self._evaluation)
+            with torch.no_grad():
+                model()
+            self._player.play_all()
+
+    def _begin(self, record: ModelRecord) -> None:
+        """Begins a micro-batch of this record."""
+        self._played, self._external = record, sum(record.lasting.values())
+        self._player.begin(record)
 
     def _note_states(self, engine: ZeroEngine) -> None:
         for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
@@ -204,7 +228,7 @@ class EngineRun:
         mark = part.mark
         for index, span in enumerate(self._spans):
             if mark.event is Event.FORWARD and mark.use in span:
-                self._held[index] = True
+                self._held[index] = self._played is self._record  # evaluation keeps none
             elif mark.event is Event.BACKWARD and mark.use < span.start:
                 self._held[index] = False
         self._note(self._external + part.peak)
@@ -216,13 +240,18 @@ class EngineRun:
     def _note(self, beside: int) -> None:
         live, held = self._live, tuple(self._held)
         resized = live.resized()
-        total = live.total + sum(resized.values()) + beside
+        coded = live.by_kind[CODED]
+        if not self._workspace.is_on_gpu:  # the thread of the lanes may make them at any time
+            coded = self._most_coded = max(coded, self._most_coded)
+        total = live.total - live.by_kind[CODED] + coded + sum(resized.values()) + beside
         known = self._peaks.get(held)
         if known is None or total > known.total:
-            kinds = live.by_kind + resized + self._record.lasting
-            kinds[ACTIVATIONS] += beside - sum(self._record.lasting.values())
+            kinds = live.by_kind + resized + self._played.lasting
+            kinds[ACTIVATIONS] += beside - sum(self._played.lasting.values())
+            kinds[OTHER] += coded
+            del kinds[CODED]
             self._peaks[held] = Peak(total, kinds, self._observer.moment)
-        on_host = live.on_host + self._record.lasting_on_host
+        on_host = live.on_host + self._played.lasting_on_host
         if sum(on_host.values()) > sum(self._host_peak.values()):
             self._host_peak = on_host
 
