@@ -22,7 +22,7 @@ def markdown(record: Record, workload: Workload, ratings: Sequence[Rated]) -> st
     blocks += [_table_of(rated) for rated in ratings]
     zero3 = next((rated.rows[ZERO3].seconds.median for rated in ratings if rated.rate == UNLIMITED), None)
     if zero3 is not None:
-        blocks.append(_predictions(ratings, Prediction(workload, zero3)))
+        blocks.append(_predictions(ratings, Prediction(workload, zero3, record.content["machine"]["cores"])))
     if any(row.hidden for rated in ratings for row in rated.rows.values()):
         blocks.append(_hidden(ratings))
     return "\n\n".join(blocks) + "\n"
