@@ -100,9 +100,13 @@ def _planned(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: 
     is_causal = mask_B1SS is None
     if backend in ("unfused", "local") or (kind_of("meta") == "cpu" and dropout > 0):
         shares_heads = query_BNSD.shape[1] != key_BKSD.shape[1]
-        return F.scaled_dot_product_attention(
-            query_BNSD, key_BKSD, value_BKSD, mask_B1SS, dropout, is_causal=is_causal, enable_gqa=shares_heads
-        )
+        if kind_of("meta") == "cpu" or dropout == 0.0:
+            return F.scaled_dot_product_attention(
+                query_BNSD, key_BKSD, value_BKSD, mask_B1SS, dropout, is_causal=is_causal, enable_gqa=shares_heads
+            )
+        if shares_heads:
+            key_BKSD, value_BKSD = repeated_heads(query_BNSD, key_BKSD, value_BKSD)
+        return _products_with_dropout(query_BNSD, key_BKSD, value_BKSD, dropout, mask_B1SS)
     kernels, heads = torch.ops.aten, (query_BNSD, key_BKSD, value_BKSD)
     mixed_BNSD: Tensor
     if kind_of("meta") == "cpu":
@@ -112,6 +116,18 @@ def _planned(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: 
     else:
         mixed_BNSD = kernels._scaled_dot_product_efficient_attention(*heads, mask_B1SS, True, dropout, is_causal)[0]
     return mixed_BNSD
+
+
+def _products_with_dropout(query_BNSD: Tensor, key_BNSD: Tensor, value_BNSD: Tensor, dropout: float, mask_B1SS: Tensor | None) -> Tensor:
+    """mixed_BNSD as torch's plain products make it on a GPU, where one byte of each score says whether it was dropped.
+
+    On the meta device torch itself would keep a number in its place. Products of 16-bit values are made in fp32, of scaled queries and keys.
+    """
+    query, key, value = (heads.float() for heads in (query_BNSD * 1.0, key_BNSD * 1.0, value_BNSD))
+    scores_BNSS = query @ key.transpose(-2, -1)
+    scores_BNSS += torch.empty_like(scores_BNSS[0, 0]) if mask_B1SS is None else mask_B1SS.float()
+    kept_BNSS, _ = torch.native_dropout(torch.softmax(scores_BNSS, -1), dropout, True)
+    return (kept_BNSS @ value).to(query_BNSD.dtype)
 
 
 def kernel_order(device: torch.device, backend: str, *, is_plain: bool, has_mask: bool) -> list[SDPBackend] | None:

@@ -21,11 +21,15 @@ from megatron_zpp.training.plan.kinds import (
     COPY,
     GATHERED,
     GRADIENTS,
+    KEPT_INPUTS,
+    MAIN_WEIGHTS,
+    MOMENTS,
     OPTIMIZER,
     PAYLOADS,
+    PINNED,
     WEIGHTS,
 )
-from megatron_zpp.training.sharding import grid_of
+from megatron_zpp.training.sharding import grid_of, shape_of
 
 GIB = 2**30
 VOCABULARY = 50304
@@ -117,10 +121,9 @@ def test_a_larger_world_has_more_data_ranks_and_no_more_tensor_ranks() -> None:
 def test_two_ranks_that_share_layers_have_half_of_the_states_but_for_what_both_hold_and_less_activations(stage: int) -> None:
     flags = f"{SMALL} --zero-stage {stage}"
     alone, shared = Run(flags, 2, 2).need(), Run(flags, 2, 4, tensor_ranks=2).need()  # as many data ranks
-    assert 0.5 < shared.plan.states / alone.plan.states < 0.505
-    assert stage != 3 or 0.5 < shared.plan.gathered / alone.plan.gathered < 0.505
-    assert alone.activations / 2 < shared.activations < alone.activations
-    assert (alone.sharing, shared.sharing > 0) == (0, True)
+    assert 0.5 < shared.states / alone.states < 0.505
+    assert stage != 3 or 0.5 < shared.of(GATHERED) / alone.of(GATHERED) < 0.505
+    assert alone.of(ACTIVATIONS) / 2 < shared.of(ACTIVATIONS) < alone.of(ACTIVATIONS)
 
 
 LONG = "--num-layers 4 --hidden-size 256 --seq-length 16384 --num-attention-heads 8 --batch-size 1 --fp16 --zero-stage 3"
@@ -130,9 +133,9 @@ LONG = "--num-layers 4 --hidden-size 256 --seq-length 16384 --num-attention-head
 def test_activations_of_a_rank_fall_with_the_ranks_that_divide_samples_and_states_stay(kind: str) -> None:
     needs = {ranks: Run(f"{LONG} {kind} --vocab-size 1000", 1, 4, context_ranks=ranks).need(is_on_gpu=False) for ranks in (1, 2, 4)}
     for ranks in (2, 4):
-        assert needs[ranks].plan == needs[1].plan
+        assert needs[ranks].states == needs[1].states
         fixed = 2 * 50304 * 256 * 2 + 64 * 2**20  # gradients of head and embedding, and the logits of a chunk
-        assert needs[ranks].activations == pytest.approx(needs[1].activations / ranks, abs=4 * fixed)
+        assert needs[ranks].of(ACTIVATIONS) == pytest.approx(needs[1].of(ACTIVATIONS) / ranks, abs=4 * fixed)
 
 
 def test_a_run_whose_activations_do_not_fit_is_told_of_more_ranks_for_each_sample() -> None:
@@ -148,7 +151,6 @@ def test_a_run_whose_scores_do_not_fit_because_of_attention_dropout_is_told_so_f
     text = Run(dropping, 1, 8).refusal(200 * 2**20, is_on_gpu=False)
     assert "no number of such nodes is enough; choose --attention-dropout 0, --checkpoint-activations" in text
     assert "--attention-dropout" not in Run(f"{LONG} --attention-dropout 0", 1, 8).refusal(200 * 2**20, is_on_gpu=False)
-    assert "--attention-dropout" not in Run(f"{dropping} --attention-backend unfused", 1, 8).refusal(200 * 2**20, is_on_gpu=False)
     assert "--attention-dropout" not in Run(dropping, 1, 8).refusal(200 * 2**20)  # kernels of GPUs keep no scores
 
 
@@ -248,17 +250,17 @@ def test_where_activations_do_not_fit_beside_whole_logits_a_loss_in_chunks_is_a_
 
 def test_attention_dropout_on_the_cpu_keeps_scores() -> None:
     run = Run(SMALL, 1, 1)
-    assert run.need(is_on_gpu=False).activations > run.need(is_on_gpu=True).activations
+    assert run.activations(is_on_gpu=False) > run.activations()
 
 
 def test_attention_as_plain_products_keeps_scores_and_flash_alone_leaves_shared_heads_shared() -> None:
     shared = f"{SMALL} --group-query-attention"
-    need = Run(shared, 1, 1).need().activations
-    assert Run(f"{shared} --attention-backend flash", 1, 1).need().activations == need
+    need = Run(shared, 1, 1).activations()
+    assert Run(f"{shared} --attention-backend flash", 1, 1).activations() == need
     repeated = 4 * 64 * 2 * 2 * (4 - 1) * 64  # blocks, tokens, bytes, key and value, heads more than one, channels of a head
-    assert Run(f"{shared} --attention-backend fused", 1, 1).need().activations - need >= repeated
+    assert Run(f"{shared} --attention-backend fused", 1, 1).activations() - need >= repeated
     scores = 4 * 64 * 4 * 12 * 64  # blocks, tokens, heads, bytes of a score, scores
-    assert Run(f"{shared} --attention-backend unfused", 1, 1).need().activations - need > scores / 2
+    assert Run(f"{shared} --attention-backend unfused", 1, 1).activations() - need > scores / 2
 
 
 @pytest.mark.parametrize(("dropout", "kept", "beside"), [(0.0, 4, 12), (0.1, 9, 7)])
@@ -267,7 +269,7 @@ def test_on_gpus_plain_products_keep_scores_in_fp32_and_with_dropout_twice_and_a
 ) -> None:
     """The bytes of a score that benchmarks/fake_gpus.py has shown: of each block, and in the backward of one."""
     flags = f"{SMALL} --attention-backend unfused --attention-dropout {dropout} --max-position-embeddings 8192 --seq-length"
-    short, long = (Run(f"{flags} {tokens}", 1, 1).need().activations for tokens in (4096, 8192))
+    short, long = (Run(f"{flags} {tokens}", 1, 1).activations() for tokens in (4096, 8192))
     quadratic = (4 * kept + beside) * 4 * 4096**2  # blocks; heads, tokens x tokens
     assert long - 2 * short == pytest.approx(2 * quadratic, rel=0.01)  # what grows with tokens alone cancels
 
@@ -276,14 +278,14 @@ def test_on_gpus_there_are_no_fp32_values_of_a_chunk_of_logits_and_no_copies_of_
     run = Run(f"{SMALL} --zero-stage 3 --attention-backend flash --attention-dropout 0 --loss-chunk-tokens 32", 1, 1)
     model = run.config.model
     copies = model.num_layers * run.config.training.micro_batch_size * model.seq_length * model.heads_width * 2
-    assert run.need(is_on_gpu=False).activations - run.need().activations == 4 * 32 * 50304 + copies
+    assert run.activations(is_on_gpu=False) - run.activations() == 4 * 32 * 50304 + copies
 
 
 @pytest.mark.parametrize(("flags", "bytes_per_parameter"), [("", 12), ("--no-save-optim", 4)])
 def test_the_copy_for_async_save_is_host_memory_the_device_s_where_that_is_the_host(flags: str, bytes_per_parameter: int) -> None:
     plain, saving = (Run(f"{SMALL} --zero-stage 3 --save here {extra}", 1, 2) for extra in ("", f"--async-save {flags}"))
     copy = saving.need().save_copy
-    parameters = sum(math.prod(param.whole_shape) for unit in saving.model.unit_specs() for param in unit.params)
+    parameters = sum(math.prod(param.whole_shape) for unit in shape_of(saving.config, VOCABULARY).unit_specs() for param in unit.params)
     assert copy == pytest.approx(bytes_per_parameter * parameters / 2, rel=0.01)  # and padding
     assert saving.need(is_on_gpu=False).total == plain.need(is_on_gpu=False).total + copy
     assert saving.need().total == plain.need().total and plain.need().save_copy == 0
@@ -297,7 +299,7 @@ def test_where_activations_alone_do_not_fit_no_other_world_is_planned(monkeypatc
         return memory_need(*parts, **options)
 
     monkeypatch.setattr("megatron_zpp.training.memory_check.memory_need", counted)
-    assert "; no number of such nodes is enough; " in run.refusal(run.need().activations - 1)
+    assert "; no number of such nodes is enough; " in run.refusal(run.activations() - 1)
     assert len(plans) == 1
 
 
@@ -315,14 +317,13 @@ def test_a_cpu_has_neither_context_nor_workspaces_nor_buffers_of_nccl() -> None:
     run = Run(f"{SMALL} --zero-stage 3 --attention-dropout 0", 2, 2)
     on_cpu, on_gpu = run.need(is_on_gpu=False), run.need()
     assert on_cpu.device.total == 0 and on_gpu.device.total > GIB
-    of_gpu = on_gpu.plan.buffers + on_gpu.device.total + on_gpu.activations
-    assert on_gpu.total - of_gpu == on_cpu.total - on_cpu.plan.buffers - on_cpu.activations
+    assert on_gpu.total == on_gpu.tensors.total + on_gpu.device.total and on_gpu.states == on_cpu.states
     assert "CUDA" not in str(on_cpu) and "NCCL" not in str(on_cpu)
 
 
 def test_lanes_on_streams_of_a_gpu_need_fewer_buffers_than_the_thread_of_a_cpu() -> None:
     run = Run(f"{SMALL} --zero-stage 3", 2, 2)
-    assert run.need().plan.buffers < run.need(is_on_gpu=False).plan.buffers
+    assert run.need().of(PAYLOADS) < run.need(is_on_gpu=False).of(PAYLOADS)
 
 
 def test_one_rank_has_a_context_and_workspaces_and_no_buffers_of_nccl() -> None:
@@ -347,13 +348,22 @@ def test_a_larger_world_that_is_to_fit_into_free_memory_has_the_buffers_of_more_
     assert more.context == 0 and more.workspaces == two.device.workspaces
 
 
-@given(limit=st.integers(2, 5000), start=st.integers(1, 40))
-def test_the_search_finds_the_least_number_that_fits(limit: int, start: int) -> None:
-    assert smallest_nodes(lambda nodes: nodes >= limit, start) == max(limit, start + 1)
+@given(limit=st.integers(2, 1000), start=st.integers(1, 40), fixed=st.integers(0, 10**9), divided=st.integers(10**7, 10**12))
+def test_the_search_finds_the_least_number_that_fits(limit: int, start: int, fixed: int, divided: int) -> None:
+    def total(nodes: int) -> int:
+        return fixed + -(-divided // nodes)
+
+    limit = max(limit, start + 1)
+    assert smallest_nodes(total, total(limit), start) == limit
+
+
+@given(st.integers(2, 1000), st.integers(1, 40))
+def test_the_search_finds_it_whatever_the_bytes_that_fall(limit: int, start: int) -> None:
+    assert smallest_nodes(lambda nodes: int(nodes < limit), 0, start) == max(limit, start + 1)
 
 
 def test_the_search_ends_where_nothing_fits() -> None:
-    assert smallest_nodes(lambda nodes: False, 1) is None
+    assert smallest_nodes(lambda nodes: 2, 1, 1) is None
 
 
 # ---- the optimizer's state on the host
@@ -363,29 +373,24 @@ OFFLOADED = f"{SMALL} --zero-stage 3 --optimizer-cpu-offload --save x"
 
 def test_offload_moves_12_bytes_per_owned_parameter_from_the_device_to_the_host_and_adds_a_payload() -> None:
     plain, offloaded = Run(f"{SMALL} --zero-stage 3", 1, 2).need(), Run(f"{SMALL} --zero-stage 3 --cpu-offload", 1, 2).need()
-    owned = plain.plan.gradients // 4
-    assert offloaded.plan.host.states == 12 * owned and plain.host == 0
-    assert plain.plan.states == 16 * owned and offloaded.plan.states == 4 * owned + 2 * owned  # a payload of 2 bytes per owned parameter
-    assert offloaded.host == offloaded.plan.host.states + offloaded.plan.host.pinned
+    owned = plain.of(GRADIENTS) // 4
+    on_host = offloaded.tensors.on_host
+    assert on_host[MAIN_WEIGHTS] + on_host[MOMENTS] == 12 * owned and plain.host == 0
+    assert plain.states == 16 * owned and offloaded.states == 4 * owned + 2 * owned  # a payload of 2 bytes per owned parameter
+    assert offloaded.host == 12 * owned + on_host[PINNED]
 
 
 def test_without_a_gpu_offload_moves_nothing_and_needs_the_same_memory_and_a_payload() -> None:
     plain = Run(f"{SMALL} --zero-stage 3", 1, 2).need(is_on_gpu=False)
     offloaded = Run(f"{SMALL} --zero-stage 3 --cpu-offload", 1, 2).need(is_on_gpu=False)
-    assert offloaded.host == 0 and offloaded.total == plain.total + plain.plan.gradients // 2
+    assert offloaded.host == 0 and offloaded.total == plain.total + plain.of(GRADIENTS) // 2
 
 
 def test_too_little_host_memory_is_named_with_every_part_in_figures() -> None:
     run = Run(f"{OFFLOADED} --async-save", 1, 2)
     need = run.need()
     text = run.refusal(None, host_bytes=need.host - 1)
-    host = need.plan.host
-    parts = {
-        "main weights": host.weights,
-        "Adam's moments": host.optimizer_state,
-        "pinned staging": host.pinned,
-        "copy for --async-save": need.save_copy,
-    }
+    parts = {kind: need.tensors.on_host[kind] for kind in (MAIN_WEIGHTS, MOMENTS, PINNED)} | {"copy for --async-save": need.save_copy}
     assert text.startswith(f"--optimizer-cpu-offload, --async-save: each of the 2 ranks needs {in_gib(need.host)} of host memory (")
     assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
     assert f"and has {in_gib(need.host - 1)}; take more nodes, or leave --optimizer-cpu-offload or --async-save out." in text
@@ -418,7 +423,7 @@ def test_inputs_on_the_host_leave_the_device_but_for_two_and_are_named_where_the
 def test_inputs_state_and_saved_copy_share_the_host() -> None:
     run = Run(f"{RECOMPUTED} --checkpoint-in-cpu --optimizer-cpu-offload --save x --async-save", 1, 2)
     need = run.need()
-    assert need.host == need.plan.host.total + need.save_copy + 4 * HIDDEN_BYTES
+    assert need.tensors.on_host[KEPT_INPUTS] == 4 * HIDDEN_BYTES and need.host == sum(need.tensors.on_host.values()) + need.save_copy
     text = run.refusal(None, host_bytes=need.host - 1)
     flags = ["--optimizer-cpu-offload", "--checkpoint-in-cpu", "--async-save"]
     assert text.startswith(f"{', '.join(flags)}: ")
@@ -427,7 +432,7 @@ def test_inputs_state_and_saved_copy_share_the_host() -> None:
 
 def test_without_a_gpu_inputs_stay_in_the_same_memory_in_places_that_last() -> None:
     plain, on_host = (Run(f"{RECOMPUTED} {flag}", 1, 2).need(is_on_gpu=False) for flag in ("", "--checkpoint-in-cpu"))
-    assert on_host.host == 0 and on_host.kept_inputs.lasting == 4 * HIDDEN_BYTES == plain.activations - on_host.activations
+    assert on_host.host == 0 and on_host.of(KEPT_INPUTS) == 4 * HIDDEN_BYTES == plain.of(ACTIVATIONS) - on_host.of(ACTIVATIONS)
     assert on_host.total == plain.total
     assert f"inputs of recomputed chunks {in_gib(4 * HIDDEN_BYTES)}" in str(on_host)
 
@@ -446,4 +451,4 @@ def test_divided_inputs_take_their_part_and_an_arena_lasts_from_start_to_end() -
     )
     # The whole inputs that backward has come from the other half of what they save.
     assert plain.total - divided.total == 4 * HIDDEN_BYTES // 2 - 2 * HIDDEN_BYTES
-    assert arena.kept_inputs.lasting == 4 * HIDDEN_BYTES // 2 and arena.total == divided.total
+    assert arena.of(KEPT_INPUTS) == 4 * HIDDEN_BYTES // 2 and arena.total == divided.total

@@ -151,6 +151,7 @@ class EngineRun:
             engine = ZeroEngine(model, self._record.units, self._record.uses, options, ladder)
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
                 self._name_states(unit, _sums_of(gradient), list(moments.values()))
+            self._peaks.clear()  # a unit has no storage of its own when the next one is made; until now they were counted together
             if isinstance(lanes, RecordedThreadLanes):  # in a long run each link is the slowest at some time
                 for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}, set[Direction]()):
                     lanes.fast_at_first = directions
