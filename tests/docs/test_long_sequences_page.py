@@ -9,10 +9,11 @@ import pytest
 from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.schema import Config
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
-from megatron_zpp.training.memory_need import in_gib
-from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, RunPlan, computation_by_rate, plan_run
+from megatron_zpp.training.members import MEMBERS, PlannedWorld
+from megatron_zpp.training.run_plan import RunPlan, plan_run
 
 pytestmark = pytest.mark.pure
 

@@ -8,9 +8,8 @@ import pytest
 from drawing.memory import plan_of
 from harness.places import ROOT
 
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
-from megatron_zpp.training.memory_need import in_gib
-from megatron_zpp.training.run_plan import computation_by_rate
 
 pytestmark = pytest.mark.pure
 

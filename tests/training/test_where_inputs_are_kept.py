@@ -25,8 +25,7 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training import kept_inputs
 from megatron_zpp.training.kept_inputs import about_kept_inputs, build_kept_inputs
 from megatron_zpp.training.memory_need import memory_need
-from megatron_zpp.training.run_plan import shape_of
-from megatron_zpp.training.sharding import grid_of, sharding_of
+from megatron_zpp.training.sharding import grid_of, shape_of, sharding_of
 from megatron_zpp.training.step import token_losses
 
 pytestmark = pytest.mark.virtual
