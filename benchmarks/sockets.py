@@ -31,7 +31,7 @@ from megatron_zpp.parallel.topology import Direction, Lane, Link
 RANKS = 2
 MEGABYTES = (1, 4)
 SMALL_BYTES = 1024
-ROUNDS, CALLS = 25, 12
+CALLS = 12
 LANE = Lane(Link.INTER, Direction.CLIMB)
 
 
@@ -52,18 +52,19 @@ class Result:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, metavar="JSON", help="file to write")
+    parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args(arguments)
-    results = measure()
+    results = measure(options.rounds)
     report("sockets.py", arguments, {"ranks": RANKS}, _table(results), {"results": [asdict(one) for one in results]}, options.output)
     return 0
 
 
-def measure() -> list[Result]:
+def measure(rounds: int) -> list[Result]:
     """One result for each collective and size."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers: Any = context.SimpleQueue()
-    processes = [context.Process(target=_rank, args=(rank, store.port, answers)) for rank in range(RANKS)]
+    processes = [context.Process(target=_rank, args=(rank, store.port, rounds, answers)) for rank in range(RANKS)]
     for process in processes:
         process.start()
     of_ranks = [answers.get() for _ in processes]
@@ -87,14 +88,14 @@ def seconds_per_collective(results: list[Result]) -> float:
     return statistics.mean(one.seconds for one in results if one.nbytes == SMALL_BYTES)
 
 
-def _rank(rank: int, port: int, answers: Any) -> None:
+def _rank(rank: int, port: int, rounds: int, answers: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=RANKS)
     backend = TorchBackend(Grid.of_nodes(RANKS, 1), rank, {LANE: dist.new_group()})
     cases = [(name, nbytes) for name in ("gather", "exchange") for nbytes in (SMALL_BYTES, *(size * 2**20 for size in MEGABYTES))]
     found: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
-    for _ in range(1 + ROUNDS):
+    for _ in range(1 + rounds):
         for case in cases:
             found[case].append(_time(backend, *case))
     dist.destroy_process_group()

@@ -102,7 +102,7 @@ def planned_machine(
     inter_milliseconds: float = 0.0,
     overlap: Overlap | None = None,
 ) -> Machine:
-    """Machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the latencies and codec speeds of this file.
+    """Machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the other speeds of this file.
 
     flops_per_second: of one rank, in model FLOPs (docs/logs.md) and those that are computed again.
     inter_milliseconds: round trip between nodes; a message takes half of it, beside the latency of this file.

@@ -72,8 +72,7 @@ class Machine:
 
     flops_per_second: of the products of one rank.
     inter_exchange_efficiency: share of the inter link's rate that hops of quantized values reach. tensor: the link between ranks that share
-    layers; None: as fast as `intra`. host: None if the device is the host. socket: of lanes on a
-    thread.
+    layers; None: as fast as `intra`. host: None if the device is the host. socket: counts where a thread carries lanes (Overlap.THREAD).
     """
 
     inter: LinkSpeed
