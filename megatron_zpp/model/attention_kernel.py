@@ -121,7 +121,7 @@ def _planned(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: 
 def _products_with_dropout(query_BNSD: Tensor, key_BNSD: Tensor, value_BNSD: Tensor, dropout: float, mask_B1SS: Tensor | None) -> Tensor:
     """mixed_BNSD as torch's plain products make it on a GPU, where one byte of each score says whether it was dropped.
 
-    On the meta device torch itself would keep a number in its place. Products of 16-bit values are made in fp32, of scaled queries and keys.
+    On the meta device torch itself would keep a number in its place. Queries and keys are scaled, and 16-bit values multiplied in fp32.
     """
     query, key, value = (heads.float() for heads in (query_BNSD * 1.0, key_BNSD * 1.0, value_BNSD))
     scores_BNSS = query @ key.transpose(-2, -1)

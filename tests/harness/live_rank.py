@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gpu.session import RankPlace, Session
-from torch import Tensor
 
 from harness.live_bytes import LiveBytes
+from harness.small_engine import LEARNING_RATE, Job, Rank
 from harness.worlds import TurnLanes, run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.zero.engine import ZeroEngine
 
 CPU = torch.device("cpu")
 
 
 class LiveStorages(LiveBytes):
-    """Counts storages by the sizes that they have from time to time; the engine frees weights by making theirs empty."""
+    """Also knows when the engine makes the storages of its units empty or fills them again, which no operator shows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
+        self._resizable: list[torch.UntypedStorage] = []
+        self._counted = 0  # of these storages
 
-    def begin(self) -> None:
-        """Forgets the peak so far."""
+    def begin(self, engine: ZeroEngine) -> None:
+        """Forgets the peak so far. engine: made in the block."""
+        self._resizable = [unit._full.untyped_storage() for unit in engine.units]
+        self._counted = sum(unit._full.numel() * unit._full.itemsize for unit in engine.units)
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self.peak = self.peak, 0
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.now = sum(storage.nbytes() for storage in (known() for known in [*self._storages.values()]) if storage is not None)
-        self.peak = max(self.peak, self.now)
+        resized = sum(storage.nbytes() for storage in self._resizable) - self._counted
+        self.peak = max(before, max(self.peak, self.now) + resized)
         return result
-
-    def _know(self, tensor: Tensor, nbytes: int) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            weakref.finalize(storage, self._freed, key, nbytes).atexit = False
-            if nbytes:
-                self._storages[key] = weakref.ref(storage)
-
-    def _freed(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self._storages.pop(key, None)
 
 
 class LiveLanes(TurnLanes):
@@ -72,13 +63,14 @@ class LiveLanes(TurnLanes):
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank. states: of weights, gradients and optimizer, at the end of the last backward."""
+    """Bytes of one rank. states: of weights, gradients and optimizer, at the end of the last backward. staging: of all buffers."""
 
     peak: int
     states: int
+    staging: int
 
 
-def held_by_ranks(flags: str, grid: Grid, steps: int = 3, after_step: Callable[[Session], None] = lambda session: None) -> list[Held]:
+def held_by_ranks(flags: str, grid: Grid, steps: int = 2, after_step: Callable[[Session], None] = lambda session: None) -> list[Held]:
     """By rank. The peak is that of all steps but the first."""
 
     def program(backend: VirtualBackend) -> Held:
@@ -87,12 +79,32 @@ def held_by_ranks(flags: str, grid: Grid, steps: int = 3, after_step: Callable[[
             states = 0
             for step in range(steps):
                 if step == 1:
-                    live.begin()
+                    live.begin(session.engine)
                 session.forward_backward(step)
                 states = session.engine.state_bytes().device
                 session.engine.update(1e-3)
                 after_step(session)
             session.close()
-            return Held(live.peak, states)
+            return Held(live.peak, states, session.engine.ladder.staging.allocated_bytes)
+
+    return run_world(grid, program)
+
+
+def held_by_small_ranks(job: Job, grid: Grid, steps: int = 2) -> list[Held]:
+    """The same of the small model, by rank."""
+
+    def program(backend: VirtualBackend) -> Held:
+        with LiveStorages() as live:
+            rank = Rank(job, backend, lanes=LiveLanes(live))
+            states = 0
+            for step in range(steps):
+                if step == 1:
+                    live.begin(rank.engine)
+                rank.accumulate(step)
+                rank.engine.finish_gradients()
+                states = rank.engine.state_bytes().device
+                rank.engine.step(LEARNING_RATE)
+            rank.engine.close()
+            return Held(live.peak, states, rank.engine.ladder.staging.allocated_bytes)
 
     return run_world(grid, program)

@@ -90,6 +90,7 @@ class LiveMemory(TorchDispatchMode):
         self.by_kind: Counter[str] = Counter()
         self.on_host: Counter[str] = Counter()
         self.total = 0
+        self.total_on_host = 0
         self._workspace = workspace
         self._at_peak = at_peak
         self._at_call = at_call
@@ -104,11 +105,13 @@ class LiveMemory(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if _is_view(func):  # most are, and they cost nothing
+            return func(*args, **(kwargs or {}))
         if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return 0
         result = result_of(func, args, kwargs or {})
         if _makes_memory(func) and self.kind is not None:
-            is_on_host = self._makes_host_memory or (len(self.on_host) > 0 and any(map(self.is_on_host, _tensors(args))))
+            is_on_host = self._makes_host_memory or (self.total_on_host > 0 and any(map(self.is_on_host, _tensors(args))))
             for tensor in _tensors((result,)):
                 self._know(tensor, is_on_host)
             self._at_peak(self._workspace.bytes_of(func, args))
@@ -162,6 +165,10 @@ class LiveMemory(TorchDispatchMode):
                 (on_host if place.is_on_host else on_device)[place.kind] += place.nbytes
         return on_device, on_host
 
+    @property
+    def resized_total(self) -> int:
+        return sum(storage.nbytes() for storages in self._resizable.values() for storage in storages)
+
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether the tensor is in memory of the host."""
         place = self._places.get(tensor.untyped_storage()._cdata)
@@ -184,11 +191,20 @@ class LiveMemory(TorchDispatchMode):
     def _count(self, place: _Place, sign: int) -> None:
         counter = self.on_host if place.is_on_host else self.by_kind
         counter[place.kind] += sign * place.nbytes
-        if not place.is_on_host:
+        if place.is_on_host:
+            self.total_on_host += sign * place.nbytes
+        else:
             self.total += sign * place.nbytes
 
 
 @cache  # reading a schema takes longer than most operations
+def _is_view(func: Any) -> bool:
+    """Whether the operator only describes memory of its arguments in another way."""
+    returns = func._schema.returns
+    return bool(returns) and all(output.alias_info is not None and not output.alias_info.is_write for output in returns)
+
+
+@cache
 def _makes_memory(func: Any) -> bool:
     """Whether an output of the operator is neither an argument nor a view of one."""
     return any(output.alias_info is None for output in func._schema.returns)

@@ -152,12 +152,12 @@ class EngineRun:
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
                 self._name_states(unit, _sums_of(gradient), list(moments.values()))
             self._peaks.clear()  # a unit has no storage of its own when the next one is made; until now they were counted together
+            self._step(engine, model, 1)
             if isinstance(lanes, RecordedThreadLanes):  # in a long run each link is the slowest at some time
-                for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}, set[Direction]()):
+                for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}):
                     lanes.fast_at_first = directions
                     self._step(engine, model, 1)
-            else:
-                self._step(engine, model, 1)
+                lanes.fast_at_first = frozenset()
             observer.segments.clear()
             self._step(engine, model, microbatches)
             segments = list(observer.segments)
@@ -240,21 +240,19 @@ class EngineRun:
 
     def _note(self, beside: int) -> None:
         live, held = self._live, tuple(self._held)
-        resized = live.resized()
         coded = live.by_kind[CODED]
         if not self._workspace.is_on_gpu:  # the thread of the lanes may make them at any time
             coded = self._most_coded = max(coded, self._most_coded)
-        total = live.total - live.by_kind[CODED] + coded + sum(resized.values()) + beside
+        total = live.total - live.by_kind[CODED] + coded + live.resized_total + beside
         known = self._peaks.get(held)
         if known is None or total > known.total:
-            kinds = live.by_kind + resized + self._played.lasting
+            kinds = live.by_kind + live.resized() + self._played.lasting
             kinds[ACTIVATIONS] += beside - sum(self._played.lasting.values())
             kinds[OTHER] += coded
             del kinds[CODED]
             self._peaks[held] = Peak(total, kinds, self._observer.moment)
-        on_host = live.on_host + self._played.lasting_on_host
-        if sum(on_host.values()) > sum(self._host_peak.values()):
-            self._host_peak = on_host
+        if live.total_on_host + self._played.lasting_on_host.total() > self._host_peak.total():
+            self._host_peak = live.on_host + self._played.lasting_on_host
 
 
 def _sums_of(gradient: UnitGradient) -> list[Tensor]:
