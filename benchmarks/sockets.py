@@ -31,7 +31,7 @@ from megatron_zpp.parallel.topology import Direction, Lane, Link
 RANKS = 2
 MEGABYTES = (1, 4)
 SMALL_BYTES = 1024
-ROUNDS, CALLS = 7, 12
+ROUNDS, CALLS = 25, 12
 LANE = Lane(Link.INTER, Direction.CLIMB)
 
 
@@ -70,7 +70,9 @@ def measure() -> list[Result]:
     for process in processes:
         process.join()
     return [
-        Result(*case, *(statistics.median(column) for column in zip(*(sample for found in of_ranks for sample in found[case]), strict=True)))
+        Result(
+            *case, *(statistics.median(column) for column in zip(*(sample for found in of_ranks for sample in found[case]), strict=True))
+        )
         for case in of_ranks[0]
     ]
 
@@ -89,7 +91,7 @@ def _rank(rank: int, port: int, answers: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=RANKS)
-    backend = TorchBackend(Grid.of_nodes(RANKS, 1), rank, {LANE: dist.group.WORLD})
+    backend = TorchBackend(Grid.of_nodes(RANKS, 1), rank, {LANE: dist.new_group()})
     cases = [(name, nbytes) for name in ("gather", "exchange") for nbytes in (SMALL_BYTES, *(size * 2**20 for size in MEGABYTES))]
     found: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
     for _ in range(1 + ROUNDS):
@@ -114,15 +116,10 @@ def _time(backend: TorchBackend, collective: str, nbytes: int) -> tuple[float, f
 
 def _table(results: list[Result]) -> str:
     lines = ["| collective | bytes received | us | us of the processor | ns of the processor per byte |", "|---|---:|---:|---:|---:|"]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                f"| {one.collective} | {one.nbytes} | {1e6 * one.seconds:.0f} | {1e6 * one.processor_seconds:.0f} | {1e9 * one.per_byte:.2f} |"
-                for one in results
-            ),
-        ]
-    )
+    for one in results:
+        micros = f"{1e6 * one.seconds:.0f} | {1e6 * one.processor_seconds:.0f}"
+        lines.append(f"| {one.collective} | {one.nbytes} | {micros} | {1e9 * one.per_byte:.2f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

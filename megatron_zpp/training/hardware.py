@@ -26,7 +26,7 @@ _CPU_CODES = "quantization_cpu.json: one core, blocks of 256, median from 16 MB 
 _CPU_GAUSSIAN = "gaussian_cpu.json: one core with AVX-512, messages of 1 MB, mean over 1 to 4 bits"
 _GPU_CODES = "gpu_h100.json: 64 MB of bf16, mean over 4 and 8 bits"
 _GPU_GAUSSIAN = "gpu_h100.json: 64 MB of bf16, mean over 3 and 1 bit"
-_SOCKETS = "sockets_cpu.json: processor time of one of 2 ranks over loopback, payloads of 1 and 4 MB"
+_SOCKETS = "sockets_cpu.json: processor time of each of 2 ranks over loopback, mean over payloads of 1 and 4 MB"
 # Names of work of codecs are those of ops/planned.py:CodecWork. `benchmarks/constants.py` measures what it can on a machine.
 CONSTANTS = (
     Constant("cpu", "encoded", 0.12e-9, "value", _CPU_CODES),
@@ -36,8 +36,8 @@ CONSTANTS = (
     Constant("cpu", "gaussian_decoded", 0.28e-9, "value", _CPU_GAUSSIAN),
     Constant("cpu", "rotated", 0.17e-9, "value and round", f"{_CPU_GAUSSIAN}; what a second round adds"),
     Constant("cpu", "subtracted", 0.5e-9, "value", "assumed: reads 6 bytes and writes 4"),
-    Constant("cpu", "gathered", 1.5e-9, "byte received", _SOCKETS),
-    Constant("cpu", "exchanged", 1.0e-9, "byte received", _SOCKETS),
+    Constant("cpu", "gathered", 1.7e-9, "byte received", _SOCKETS),
+    Constant("cpu", "exchanged", 0.9e-9, "byte received", _SOCKETS),
     Constant("cpu", "collective", 0.7e-3, "collective", "assumed: gloo over a bridge on one machine"),
     Constant("gpu", "encoded", 1.1e-12, "value", _GPU_CODES),
     Constant("gpu", "decoded", 1.1e-12, "value", _GPU_CODES),

@@ -42,8 +42,7 @@ def plans(tensor_ranks: int, context_ranks: int) -> dict[str, RunPlan]:
 
 
 def seconds(plan: RunPlan) -> float:
-    machine = planned_machine(400, 100, is_on_gpu=True)
-    return plan.time(machine, computation_by_rate(plan.config, VOCABULARY, 400 * TERA)).seconds
+    return plan.time(planned_machine(400, 100, 400 * TERA, is_on_gpu=True)).seconds
 
 
 def test_the_tables_of_memory_and_of_bytes_are_the_plans_of_the_command() -> None:
