@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_zpp.comm.ledger import Category
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
+from megatron_zpp.model.flops import model_flops
 from megatron_zpp.training.hardware import planned_machine
 from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld
 from megatron_zpp.training.plan.kinds import COPY
-from megatron_zpp.training.plan.program import Copy
+from megatron_zpp.training.plan.program import Copy, Submit
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given, plan_run
 from megatron_zpp.training.sharding import choose_policy
 
@@ -47,6 +48,31 @@ def test_ranks_that_share_layers_or_tokens_share_the_operations_of_a_micro_batch
     alone, shared = (planned("ZeRO-3", f"--global-batch-size 8 {more}") for more in ("", flags))
     assert (alone.microbatches, shared.microbatches) == (1, 4) and shared.step.flops == pytest.approx(alone.step.flops)
     assert alone.flops_per_second(2.0) == alone.step.flops / 2
+
+
+HEAD, LAST, SCORES = (2 * 6 * 16 * size for size in (32 * 128, 32 * 128, 16 * 32))  # of 6 samples: last product of a block, half a square
+
+
+@pytest.mark.parametrize(
+    ("flags", "blocks", "more"),
+    [
+        ("", 0, 0),
+        ("--loss-chunk-tokens 10", 0, HEAD),
+        ("--recompute-granularity selective", 0, 3 * SCORES),
+        ("--recompute-granularity full", 3, -3 * LAST),
+        ("--recompute-granularity full --recompute-num-layers 2", 3, -2 * LAST),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 1, -LAST),
+    ],
+)
+def test_planned_operations_are_model_flops_and_what_is_recomputed_but_for_the_last_product_of_each_chunk(
+    flags: str, blocks: int, more: int
+) -> None:
+    plan = planned(
+        "ZeRO-3", f"--num-layers 3 --micro-batch-size 3 --global-batch-size 6 --loss-chunk-tokens 0 --attention-dropout 0 {flags}", (1, 1)
+    )
+    required = model_flops(plan.config.model, 128, 6)
+    block = (required // 3 - HEAD) // 3
+    assert plan.step.flops == required + blocks * block + more
 
 
 # ---- kept inputs
@@ -204,7 +230,9 @@ def test_collectives_of_a_plan_are_those_of_the_ladder_and_of_the_tensor_link() 
     """Of 2 blocks: 8 of each, two more sums of two collectives, and one for the loss; once per step one for shared elements."""
     alone, shared = planned("ZeRO-3", "--global-batch-size 16"), planned("ZeRO-3", "--global-batch-size 4 --tensor-model-parallel-size 4")
     assert alone.microbatches == shared.microbatches == 2
-    assert shared.step.collectives == alone.step.collectives + 2 * (2 * 8 + 4 + 1) + 1
+    hops = sum(isinstance(item, Submit) and item.traffic != Traffic() for item in shared.step.items(2))
+    assert shared.step.collectives == hops + 2 * (2 * 8 + 4 + 1) + 1
+    assert alone.step.collectives == sum(isinstance(item, Submit) and item.traffic != Traffic() for item in alone.step.items(2))
 
 
 def test_the_time_of_a_step_has_the_waits_for_ranks_that_share_layers() -> None:
