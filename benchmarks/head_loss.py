@@ -30,9 +30,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_zpp.model.activations import head_bytes
-
-from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.loss_chunks import ranges
 from megatron_zpp.monitor.memory import PROCESS_STATUS, max_resident_bytes, resident_bytes
@@ -64,12 +61,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute head and loss. chunk_tokens: 0 for whole logits. planned_bytes: of the memory plan; None if it does not use it."""
+    """One way to compute head and loss. chunk_tokens: 0 for whole logits."""
 
     name: str
     chunk_tokens: int
     run: Callable[[], object]
-    planned_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,6 @@ class Result:
     seconds: float
     of_whole: float
     peak_mib: float
-    planned_mib: float | None
 
 
 def main(arguments: list[str]) -> int:
@@ -117,16 +112,15 @@ def _measure(dtype: str, vocabulary: int, options: argparse.Namespace) -> Iterat
     for number, way in enumerate(ways):
         seconds = statistics.median(row[number] for row in rounds)
         of_whole = statistics.median(row[number] / row[0] for row in rounds)
-        planned = None if way.planned_bytes is None else way.planned_bytes / MIB
-        yield Result(dtype, vocabulary, way.name, way.chunk_tokens, seconds, of_whole, peaks[number] / MIB, planned)
+        yield Result(dtype, vocabulary, way.name, way.chunk_tokens, seconds, of_whole, peaks[number] / MIB)
 
 
 def _ways(inputs: Inputs, chunk_tokens: list[int]) -> Iterator[Way]:
     for chunk in [0, *chunk_tokens]:
         run = partial(_chunked, inputs, chunk)
-        yield Way("chunks" if chunk else "whole logits", chunk, run, _planned_bytes(inputs, chunk))
+        yield Way("chunks" if chunk else "whole logits", chunk, run)
     middle = sorted(chunk_tokens)[len(chunk_tokens) // 2]
-    yield Way("gradients in forward", middle, partial(_with_gradients_in_forward, inputs, middle), None)
+    yield Way("gradients in forward", middle, partial(_with_gradients_in_forward, inputs, middle))
 
 
 def _chunked(inputs: Inputs, chunk_tokens: int) -> None:
@@ -172,12 +166,6 @@ class _GradientsInForward(torch.autograd.Function):
         return grad_hidden_TH.mul_(grad_loss), grad_weight_VH.mul_(grad_loss).to(grad_hidden_TH.dtype), None, None
 
 
-def _planned_bytes(inputs: Inputs, chunk_tokens: int) -> int:
-    tokens, hidden_size = inputs.hidden_TH.shape
-    config = ModelConfig(hidden_size=hidden_size, loss_chunk_tokens=chunk_tokens)
-    return head_bytes(config, inputs.weight_VH.shape[0], tokens, inputs.weight_VH.element_size(), fuses_loss=False)
-
-
 def _peak_bytes(way: Way, inputs: Inputs) -> int:
     inputs.clear_gradients()
     ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator keeps would not be counted when it is used again
@@ -196,15 +184,14 @@ def _seconds(way: Way, inputs: Inputs) -> float:
 
 def _table(results: list[Result]) -> str:
     lines = [
-        "| | vocabulary | | tokens of a chunk | CPU s | of whole logits | peak, MiB | planned, MiB |",
-        "|---|---:|---|---:|---:|---:|---:|---:|",
+        "| | vocabulary | | tokens of a chunk | CPU s | of whole logits | peak, MiB |",
+        "|---|---:|---|---:|---:|---:|---:|",
     ]
     return "\n".join([*lines, *(_row(result) for result in results)])
 
 
 def _row(result: Result) -> str:
-    planned = "" if result.planned_mib is None else f"{result.planned_mib:.0f}"
-    figures = f"{result.seconds:.2f} | {result.of_whole:.2f} | {result.peak_mib:.0f} | {planned}"
+    figures = f"{result.seconds:.2f} | {result.of_whole:.2f} | {result.peak_mib:.0f}"
     return f"| {result.dtype} | {result.vocabulary} | {result.way} | {result.chunk_tokens or ''} | {figures} |"
 
 

@@ -53,32 +53,6 @@ def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: in
     return per_token * sample_count * config.seq_length
 
 
-def forward_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> tuple[int, ...]:
-    """Operations of the forward of each use (embedding, blocks, final) on `sample_count` samples; their sum is a third of `model_flops`."""
-    tokens = sample_count * config.seq_length
-    block = tokens * (_linear_flops_per_token(config) + _attention_scores_flops_per_token(config) // 2)
-    return (0, *[block] * config.num_layers, tokens * _head_flops_per_token(config, padded_vocab_size))
-
-
-def recomputed_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_count: int, context_ranks: int = 1) -> tuple[int, ...]:
-    """Operations of forward that the backward of each use (embedding, blocks, final) repeats on a micro-batch of `sample_count` samples.
-
-    context_ranks: that divide its tokens; the operations are those of all of them.
-    """
-    _, *forward, head = forward_flops_of_uses(config, padded_vocab_size, sample_count)
-    if recomputes_attention(config):
-        blocks = [sample_count * config.seq_length * _attention_scores_flops_per_token(config) // 2] * config.num_layers
-    else:
-        blocks = [operations if index < recomputed_blocks(config) else 0 for index, operations in enumerate(forward)]
-    return (0, *blocks, head if recomputes_logits(config, sample_count, context_ranks) else 0)
-
-
-def projection_share(config: ModelConfig) -> float:
-    """The share of a block's forward operations in the output projection of attention, and so in the gradient of its weight."""
-    _, block, *_ = forward_flops_of_uses(config, 0, 1)
-    return 2 * config.heads_width * config.hidden_size * config.seq_length / block
-
-
 def recomputes_logits(config: ModelConfig, micro_batch_size: int, context_ranks: int) -> bool:
     """Whether backward computes the logits of a micro-batch of so many samples again, of which a rank has a part of the tokens."""
     return has_chunks(micro_batch_size * config.seq_length // context_ranks, config.loss_chunk_tokens)

@@ -17,11 +17,13 @@ from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Site
 from harness.fake_streams.sources import ordering_lines
+from harness.planned_rank import ON_GPU, peak_of, planned_step
 from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, train_world
-from megatron_zpp.zero.plan.memory_plan import Sharding, largest_plan
 
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.comm.code import Code, LinkCodes, Rotation
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.plan.kinds import COPY, PAYLOADS
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler, LossScaler
 from megatron_zpp.zero.pieces import owned_pieces
 from megatron_zpp.zero.policy import (
@@ -58,7 +60,7 @@ History = list[tuple[str, str]]  # loss and gradient norm of each step, written 
 
 @dataclass(frozen=True)
 class Outcome:
-    """histories: of each rank. needed: see Machine. planned: bytes of buffers in the memory plan. taken: the most of a rank's pool."""
+    """histories: of each rank. needed: see Machine. planned: bytes of buffers in the planned step. taken: the most of a rank's pool."""
 
     histories: list[History]
     needed: set[Site]
@@ -76,25 +78,18 @@ class Case:
 
     def run(self, without: Site | None = None) -> Outcome:
         of_ranks = run_on_gpus(self.world, self._train, without=without)
-        histories, needed, planned, taken = zip(*of_ranks, strict=True)
-        return Outcome(list(histories), set().union(*needed), max(planned), max(taken))
+        histories, needed, taken = zip(*of_ranks, strict=True)
+        return Outcome(list(histories), set().union(*needed), self._planned_buffers(), max(taken))
 
-    def _train(self, gpu: Gpu) -> tuple[History, set[Site], int, int]:
+    def _train(self, gpu: Gpu) -> tuple[History, set[Site], int]:
         rank = Rank(self.job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
         history = written(self._with_more(rank, gpu) if self.does_more else rank.train())
-        planned, taken = self._planned_buffers(rank), rank.engine.ladder.staging.allocated_bytes
-        assert taken <= planned
-        return history, gpu.machine.needed, planned, taken
+        return history, gpu.machine.needed, rank.engine.ladder.staging.allocated_bytes
 
-    def _planned_buffers(self, rank: Rank) -> int:
-        """The bytes of buffers that the memory plan has: payloads on their way, and secondary rungs if they are kept."""
-        job = self.job
-        sharding = Sharding(job.policy, job.block_numel, job.dtype.itemsize, job.prefetch)
-        is_exact_at_first = job.full_precision_iterations > 0
-        topology = rank.backend.grid.ladder
-        specs, uses = rank.model.unit_specs(), rank.model.uses()
-        plan = largest_plan(specs, uses, sharding, topology, starts_exact=is_exact_at_first, on_streams=True)
-        return plan.buffers + (plan.secondary if job.policy.weights_in_step is Rung.SECONDARY else 0)
+    def _planned_buffers(self) -> int:
+        """The bytes of buffers in the planned step: payloads on their way, and secondary rungs if they are kept."""
+        planned = peak_of(planned_step(self.job, Grid.of_nodes(*self.world), ON_GPU)).by_kind
+        return planned[PAYLOADS] + (planned[COPY] if self.job.policy.weights_in_step is Rung.SECONDARY else 0)
 
     def _with_more(self, rank: Rank, gpu: Gpu) -> list[tuple[float, float]]:
         snapshot = HostSnapshot(list(owned_pieces(rank.engine)), gpu.machine)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from gpu.session import RankPlace, Session
-from megatron_zpp.parallel.link_work import LinkWorkOfUses
 
 from harness.counting_backend import CountingBackend
+from harness.model_links import Crossing
 from harness.worlds import TurnLanes, run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.members import PlannedWorld
+from megatron_zpp.training.plan.program import Cross
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given
 from megatron_zpp.training.step import token_losses
 
@@ -51,12 +54,15 @@ class Seen:
         """Micro-batches."""
         return STEPS * EVALUATED
 
-    def nbytes(self, work: LinkWorkOfUses) -> int:
-        """What all micro-batches take by the closed form."""
-        return self.trained * work.nbytes + self.evaluated * LinkWorkOfUses(work.forward).nbytes
+    def by_closed_form(self, link: Callable[[Config, Grid], tuple[Crossing, Crossing]]) -> tuple[Crossing, Crossing]:
+        """What all micro-batches of training take, and all of evaluation."""
+        forward, whole = link(self.plan.config, self.plan.grid)
+        return self.trained * whole, self.evaluated * forward
 
-    def collectives(self, work: LinkWorkOfUses) -> int:
-        return self.trained * work.collectives + self.evaluated * LinkWorkOfUses(work.forward).collectives
+    @property
+    def planned_crossings(self) -> int:
+        """The collectives over links of the model in all steps, by the plan."""
+        return STEPS * sum(isinstance(item, Cross) for item in self.plan.step.items(self.plan.microbatches))
 
 
 def session_of(case: Case, backend: CountingBackend, lanes: ThreadLanes) -> Session:

@@ -33,16 +33,18 @@ from megatron_zpp.training.plan.recorder import (
 from megatron_zpp.training.plan.step_record import EngineRun, Peak, StepRecord
 from megatron_zpp.zero.engine_options import EngineOptions
 
-ON_CPU = Workspace(is_on_gpu=False)
+ON_CPU, ON_GPU = (Workspace(is_on_gpu) for is_on_gpu in (False, True))
 
 
-def recorded(module: nn.Module, units: Sequence[UnitSpec], uses: Sequence[Use], loss_of: Callable[[], Tensor]) -> ModelRecord:
-    """One micro-batch of a module on the meta device, on a CPU. loss_of: calls the module."""
-    return record_model(module, units, uses, Recorder(notes_streams=False), lambda live: loss_of(), ON_CPU)
+def recorded(
+    module: nn.Module, units: Sequence[UnitSpec], uses: Sequence[Use], loss_of: Callable[[], Tensor], workspace: Workspace = ON_CPU
+) -> ModelRecord:
+    """One micro-batch of a module on the meta device. loss_of: calls the module."""
+    return record_model(module, units, uses, Recorder(notes_streams=False), lambda live: loss_of(), workspace)
 
 
-def planned_step(job: Job, grid: Grid) -> StepRecord:
-    """A step of the small model (harness/small_engine.py) on a rank with a CPU."""
+def planned_step(job: Job, grid: Grid, workspace: Workspace = ON_CPU) -> StepRecord:
+    """A step of the small model (harness/small_engine.py) on a rank."""
     model = SmallModel(job.shape, job.dtype)
     samples = max(1, GLOBAL_BATCH // (grid.data_ranks * job.microbatches))
 
@@ -51,8 +53,8 @@ def planned_step(job: Job, grid: Grid) -> StepRecord:
         found: Tensor = model(tokens, labels)
         return found
 
-    record = recorded(model, model.unit_specs(), model.uses(), loss)
-    return run_of(record, options_of(job), grid, job.microbatches)
+    record = recorded(model, model.unit_specs(), model.uses(), loss, workspace)
+    return run_of(record, options_of(job), grid, job.microbatches, workspace)
 
 
 def options_of(job: Job) -> EngineOptions:
@@ -62,8 +64,8 @@ def options_of(job: Job) -> EngineOptions:
     )
 
 
-def run_of(record: ModelRecord, options: EngineOptions, grid: Grid, microbatches: int = 1) -> StepRecord:
-    return EngineRun(record, options, grid, ON_CPU, []).run(microbatches)
+def run_of(record: ModelRecord, options: EngineOptions, grid: Grid, microbatches: int = 1, workspace: Workspace = ON_CPU) -> StepRecord:
+    return EngineRun(record, options, grid, workspace, []).run(microbatches)
 
 
 def peak_of(step: StepRecord) -> Peak:

@@ -10,6 +10,7 @@ import pytest
 from harness.rank_pool import RankPool
 from harness.tiny_runs import MODEL, losses, pretrain, validation_losses
 
+from megatron_zpp.comm.ledger import Category
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.members import PlannedWorld
@@ -46,9 +47,9 @@ def test_states_and_bytes_in_the_log_are_those_of_the_plan(ranks: RankPool, tmp_
     records = pretrain(ranks, 1, 4, flags, tmp_path / "log.jsonl")
     world = PlannedWorld(1, 4, is_on_gpu=False)
     plan = plan_as_given(resolve(parse_flags(flags.split()), 4, 4), world, 104)
-    assert set(numbers(records, "model_state_bytes")) == {plan.memory.plan.states}
+    assert set(numbers(records, "model_state_bytes")) == {plan.memory.states}
     assert set(numbers(records, "inter_node_bytes")) == {plan.node_bytes} == {0}
-    activations = plan.job.microbatches * plan.job.tensor_work.nbytes
+    activations = plan.step.traffic(Category.ACTIVATIONS).tensor_bytes
     assert all(activations < nbytes <= plan.tensor_bytes for nbytes in numbers(records, "tensor_link_bytes"))
 
 

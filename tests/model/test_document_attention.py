@@ -6,7 +6,6 @@ from types import ModuleType
 import pytest
 import torch
 from harness.small_gpt import ARCHITECTURES, sample_batch, small_gpt
-from megatron_zpp.model.activations import mask_bytes
 from torch import Tensor
 
 from megatron_zpp.model import document_attention
@@ -124,7 +123,7 @@ def test_runs_that_are_not_the_samples_are_a_broken_invariant(lengths: list[int]
 
 def test_one_mask_serves_all_blocks_and_its_size_is_said() -> None:
     mask = MaskedDocuments(torch.tensor(LENGTHS), (3, 12), HeadShape(torch.bfloat16, 10, False), CPU)._mask_B1SS
-    assert mask.numel() * mask.itemsize == mask_bytes(3, 12, element_bytes=2)
+    assert mask.numel() * mask.itemsize == 3 * 12 * 12 * 2
     assert "a mask of 16.0 MiB per micro-batch" in document_attention.describe(CPU, HeadShape(torch.float32, 64, False), (4, 1024))
 
 

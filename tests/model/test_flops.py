@@ -10,13 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks
+from megatron_zpp.model.chunks import recomputed_chunks
 from megatron_zpp.model.flops import (
-    forward_flops_of_uses,
     hardware_flops,
     model_flops,
     parameter_count,
-    recomputed_flops_of_uses,
     recomputes_logits,
 )
 from megatron_zpp.model.gpt import GPT
@@ -88,12 +86,10 @@ def test_a_head_in_chunks_makes_four_products_and_requires_three(untied: bool) -
     assert counter.get_total_flops() == hardware_flops(model.config, VOCAB, sample_count=3, micro_batch_size=3)
     assert counter.get_total_flops() == hardware_flops(whole, VOCAB, sample_count=3, micro_batch_size=3) + head
     assert model_flops(model.config, VOCAB, 3) == model_flops(whole, VOCAB, 3)
-    assert recomputed_flops_of_uses(model.config, VOCAB, 3) == (0, 0, 0, head)
 
 
 def test_the_logits_of_a_micro_batch_that_fits_a_chunk_are_not_recomputed() -> None:
     config = small_config(loss_chunk_tokens=24)  # two samples of 12 tokens
-    assert recomputed_flops_of_uses(config, VOCAB, 2)[-1] == 0 < recomputed_flops_of_uses(config, VOCAB, 3)[-1]
     one, three = (hardware_flops(config, VOCAB, 6, micro_batch_size=samples) for samples in (2, 3))
     assert three - one == 2 * 24 * VOCAB * 6 * 12
 
@@ -111,14 +107,6 @@ def test_recomputed_attention_counts_its_square_once_more() -> None:
     square = 4 * config.num_layers * config.seq_length**2 * config.num_attention_heads * config.kv_channels
     assert hardware_flops(selective, VOCAB, 5, micro_batch_size=1) - hardware_flops(config, VOCAB, 5, micro_batch_size=1) == 5 * square
     assert model_flops(selective, VOCAB, 5) == model_flops(config, VOCAB, 5)
-
-
-@pytest.mark.parametrize("recomputed", list(RECOMPUTED))
-def test_backward_repeats_the_forward_of_recomputed_blocks(recomputed: str) -> None:
-    config = small_config(num_layers=3, **RECOMPUTED[recomputed])
-    forward, again = forward_flops_of_uses(config, VOCAB, 5), recomputed_flops_of_uses(config, VOCAB, 5)
-    count = recomputed_blocks(config)
-    assert again == (0, *forward[1 : count + 1], *[0] * (3 - count), 0)
 
 
 def test_flops_per_token_are_those_counted_by_hand() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness.link_bytes import FULL, STEPS, Case, seen_by_ranks
-from megatron_zpp.parallel.link_work import LinkWorkOfUses
+from harness.model_links import context_link, tensor_link
 
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
@@ -33,14 +33,15 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_and_evaluation_take_the_bytes_of_the_closed_form_and_of_the_plan(case: Case) -> None:
     for seen in seen_by_ranks(case):
-        ledger, job = seen.ledger, seen.plan.job
-        work, exchanged = job.context_work, ledger.total(Category.EXCHANGES)
-        assert exchanged == sum([seen.plan.context_traffic] * STEPS, Traffic()) != Traffic()
-        assert exchanged.context_bytes == seen.trained * work.nbytes
-        assert ledger.total(Category.EVALUATION).context_bytes == seen.evaluated * LinkWorkOfUses(work.forward).nbytes
-        assert ledger.total(Category.ACTIVATIONS).tensor_bytes == seen.trained * job.tensor_work.nbytes
+        ledger, exchanged = seen.ledger, seen.ledger.total(Category.EXCHANGES)
+        training, evaluation = seen.by_closed_form(context_link)
+        assert exchanged == sum([seen.plan.exchanges] * STEPS, Traffic()) != Traffic()
+        assert (exchanged.context_bytes, ledger.total(Category.EVALUATION).context_bytes) == (training.nbytes, evaluation.nbytes)
+        of_layers, _ = seen.by_closed_form(tensor_link)
+        assert ledger.total(Category.ACTIVATIONS).tensor_bytes == of_layers.nbytes
+        assert seen.planned_crossings == (training + of_layers).collectives + STEPS * (case.grid.tensor_ranks > 1)
         if case.grid.tensor_ranks == 1:
-            assert len(seen.calls) == seen.collectives(work)
+            assert len(seen.calls) == (training + evaluation).collectives
 
 
 def test_between_nodes_go_the_parts_of_the_ranks_that_are_there() -> None:

@@ -25,6 +25,7 @@ from megatron_zpp.training.plan.kinds import (
     MAIN_WEIGHTS,
     MOMENTS,
     OPTIMIZER,
+    OTHER,
     PAYLOADS,
     PINNED,
     WEIGHTS,
@@ -41,13 +42,15 @@ SMALL = "--num-layers 4 --hidden-size 256 --seq-length 64 --num-attention-heads 
 class Run:
     """A configuration in a world."""
 
+    vocabulary = VOCABULARY
+
     def __init__(self, flags: str, nodes: int, ranks_per_node: int, tensor_ranks: int = 1, context_ranks: int = 1) -> None:
         shared = f" --tensor-model-parallel-size {tensor_ranks} --context-parallel-size {context_ranks}"
         self.config: Config = resolve(parse_flags((flags + shared).split()), nodes * ranks_per_node, ranks_per_node)
         self.grid = grid_of(self.config, nodes * ranks_per_node)
 
     def need(self, *, is_on_gpu: bool = True) -> MemoryNeed:
-        return memory_need(self.config, VOCABULARY, self.grid, is_on_gpu=is_on_gpu)
+        return memory_need(self.config, self.vocabulary, self.grid, is_on_gpu=is_on_gpu)
 
     def activations(self, *, is_on_gpu: bool = True) -> int:
         return self.need(is_on_gpu=is_on_gpu).of(ACTIVATIONS)
@@ -56,7 +59,7 @@ class Run:
         self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True, is_after_start: bool = False
     ) -> MemoryNeed:
         available = AvailableMemory(available_bytes, host_bytes, is_after_start)
-        return check_fits(self.config, VOCABULARY, self.grid, is_on_gpu=is_on_gpu, available=available)
+        return check_fits(self.config, self.vocabulary, self.grid, is_on_gpu=is_on_gpu, available=available)
 
     def refusal(
         self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True, is_after_start: bool = False
@@ -64,6 +67,12 @@ class Run:
         with pytest.raises(ValueError, match="needs") as error:
             self.check(available_bytes, host_bytes=host_bytes, is_on_gpu=is_on_gpu, is_after_start=is_after_start)
         return str(error.value)
+
+
+class RunOfFewWords(Run):
+    """Needs the most memory in the backward of a block, not in that of the embedding or the loss."""
+
+    vocabulary = 1024
 
 
 def test_the_tutorials_model_needs_4_3_gib_of_states_per_rank_beside_its_copy_and_fits_its_64_gpus_of_32_gb() -> None:
@@ -120,7 +129,7 @@ def test_a_larger_world_has_more_data_ranks_and_no_more_tensor_ranks() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_that_share_layers_have_half_of_the_states_but_for_what_both_hold_and_less_activations(stage: int) -> None:
     flags = f"{SMALL} --zero-stage {stage}"
-    alone, shared = Run(flags, 2, 2).need(), Run(flags, 2, 4, tensor_ranks=2).need()  # as many data ranks
+    alone, shared = RunOfFewWords(flags, 2, 2).need(), RunOfFewWords(flags, 2, 4, tensor_ranks=2).need()  # as many data ranks
     assert 0.5 < shared.states / alone.states < 0.505
     assert stage != 3 or 0.5 < shared.of(GATHERED) / alone.of(GATHERED) < 0.505
     assert alone.of(ACTIVATIONS) / 2 < shared.of(ACTIVATIONS) < alone.of(ACTIVATIONS)
@@ -249,18 +258,18 @@ def test_where_activations_do_not_fit_beside_whole_logits_a_loss_in_chunks_is_a_
 
 
 def test_attention_dropout_on_the_cpu_keeps_scores() -> None:
-    run = Run(SMALL, 1, 1)
+    run = RunOfFewWords(f"{SMALL} --seq-length 512", 1, 1)
     assert run.activations(is_on_gpu=False) > run.activations()
 
 
 def test_attention_as_plain_products_keeps_scores_and_flash_alone_leaves_shared_heads_shared() -> None:
     shared = f"{SMALL} --group-query-attention"
-    need = Run(shared, 1, 1).activations()
-    assert Run(f"{shared} --attention-backend flash", 1, 1).activations() == need
+    need = RunOfFewWords(shared, 1, 1).activations()
+    assert RunOfFewWords(f"{shared} --attention-backend flash", 1, 1).activations() == need
     repeated = 4 * 64 * 2 * 2 * (4 - 1) * 64  # blocks, tokens, bytes, key and value, heads more than one, channels of a head
-    assert Run(f"{shared} --attention-backend fused", 1, 1).activations() - need >= repeated
+    assert RunOfFewWords(f"{shared} --attention-backend fused", 1, 1).activations() - need >= repeated
     scores = 4 * 64 * 4 * 12 * 64  # blocks, tokens, heads, bytes of a score, scores
-    assert Run(f"{shared} --attention-backend unfused", 1, 1).activations() - need > scores / 2
+    assert RunOfFewWords(f"{shared} --attention-backend unfused", 1, 1).activations() - need > scores / 2
 
 
 @pytest.mark.parametrize(("dropout", "kept", "beside"), [(0.0, 4, 12), (0.1, 9, 7)])
@@ -274,11 +283,11 @@ def test_on_gpus_plain_products_keep_scores_in_fp32_and_with_dropout_twice_and_a
     assert long - 2 * short == pytest.approx(2 * quadratic, rel=0.01)  # what grows with tokens alone cancels
 
 
-def test_on_gpus_there_are_no_fp32_values_of_a_chunk_of_logits_and_no_copies_of_what_attention_gives() -> None:
-    run = Run(f"{SMALL} --zero-stage 3 --attention-backend flash --attention-dropout 0 --loss-chunk-tokens 32", 1, 1)
-    model = run.config.model
-    copies = model.num_layers * run.config.training.micro_batch_size * model.seq_length * model.heads_width * 2
-    assert run.activations(is_on_gpu=False) - run.activations() == 4 * 32 * 50304 + copies
+def test_on_gpus_there_are_no_fp32_values_of_a_chunk_of_logits() -> None:
+    head = "--hidden-size 64 --seq-length 1024 --loss-chunk-tokens 512"  # the peak is in the loss
+    run = Run(f"{SMALL} {head} --zero-stage 3 --attention-backend flash --attention-dropout 0", 1, 1)
+    difference = run.activations(is_on_gpu=False) - run.activations()
+    assert difference == pytest.approx(4 * 512 * VOCABULARY, abs=2**20)  # the rest is what attention keeps on each device
 
 
 @pytest.mark.parametrize(("flags", "bytes_per_parameter"), [("", 12), ("--no-save-optim", 4)])
@@ -300,7 +309,7 @@ def test_where_activations_alone_do_not_fit_no_other_world_is_planned(monkeypatc
 
     monkeypatch.setattr("megatron_zpp.training.memory_check.memory_need", counted)
     assert "; no number of such nodes is enough; " in run.refusal(run.activations() - 1)
-    assert len(plans) == 1
+    assert {grid for _, _, grid in plans} == {run.grid}
 
 
 def test_a_copy_for_async_save_that_does_not_fit_is_named() -> None:
@@ -322,7 +331,7 @@ def test_a_cpu_has_neither_context_nor_workspaces_nor_buffers_of_nccl() -> None:
 
 
 def test_lanes_on_streams_of_a_gpu_need_fewer_buffers_than_the_thread_of_a_cpu() -> None:
-    run = Run(f"{SMALL} --zero-stage 3", 2, 2)
+    run = RunOfFewWords(f"{SMALL} --zero-stage 3", 2, 2)
     assert run.need().of(PAYLOADS) < run.need(is_on_gpu=False).of(PAYLOADS)
 
 
@@ -358,8 +367,8 @@ def test_the_search_finds_the_least_number_that_fits(limit: int, start: int, fix
 
 
 @given(st.integers(2, 1000), st.integers(1, 40))
-def test_the_search_finds_it_whatever_the_bytes_that_fall(limit: int, start: int) -> None:
-    assert smallest_nodes(lambda nodes: int(nodes < limit), 0, start) == max(limit, start + 1)
+def test_the_search_finds_it_whatever_the_bytes_that_fall(more: int, start: int) -> None:
+    assert smallest_nodes(lambda nodes: int(nodes < start + more), 0, start) == start + more
 
 
 def test_the_search_ends_where_nothing_fits() -> None:
@@ -377,7 +386,7 @@ def test_offload_moves_12_bytes_per_owned_parameter_from_the_device_to_the_host_
     on_host = offloaded.tensors.on_host
     assert on_host[MAIN_WEIGHTS] + on_host[MOMENTS] == 12 * owned and plain.host == 0
     assert plain.states == 16 * owned and offloaded.states == 4 * owned + 2 * owned  # a payload of 2 bytes per owned parameter
-    assert offloaded.host == 12 * owned + on_host[PINNED]
+    assert offloaded.host == 12 * owned + on_host[PINNED] + on_host[OTHER] and on_host[OTHER] < 100
 
 
 def test_without_a_gpu_offload_moves_nothing_and_needs_the_same_memory_and_a_payload() -> None:
@@ -406,7 +415,7 @@ def test_a_run_that_is_too_large_for_its_gpus_and_fits_with_offload_is_told_so()
 
 # ---- inputs of recomputed chunks
 
-RECOMPUTED = f"{SMALL} --seq-length 8192 --loss-chunk-tokens 16 --zero-stage 3 --checkpoint-activations"  # the peak is that of a block
+RECOMPUTED = f"{SMALL} --seq-length 8192 --loss-chunk-tokens 128 --zero-stage 3 --checkpoint-activations"  # the peak is that of a block
 HIDDEN_BYTES = 8192 * 256 * 2
 
 

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 from harness.counting_backend import CountingBackend
 from harness.link_bytes import FULL, STEPS, Case, seen_by_ranks, session_of
+from harness.model_links import tensor_link
 from harness.worlds import TurnLanes, run_world
-from megatron_zpp.parallel.link_work import LinkWorkOfUses
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import ThreadLanes
@@ -26,6 +26,7 @@ PAIR, FOUR, TWO_PAIRS = Grid.of_nodes(1, 2, 2), Grid.of_nodes(1, 4, 4), Grid.of_
 CASES = {
     "plain": Case("--hidden-dropout 0", FOUR),
     "2 micro-batches": Case("--bf16 --global-batch-size 8", TWO_PAIRS),
+    "hidden states of which ranks cannot have equal parts": Case("--hidden-size 36 --seq-length 7 --max-position-embeddings 8", FOUR),
     "untied, SwiGLU, rotary": Case(
         "--untie-embeddings-and-output-weights --swiglu --position-embedding-type rope --disable-bias-linear", PAIR
     ),
@@ -50,13 +51,14 @@ CASES = {
 def test_training_and_evaluation_take_the_bytes_of_the_closed_form_under_categories_of_their_own(case: Case) -> None:
     for seen in seen_by_ranks(case):
         ledger, plan = seen.ledger, seen.plan
-        work = plan.job.tensor_work
-        assert ledger.total(Category.ACTIVATIONS) == Traffic(tensor_bytes=seen.trained * work.nbytes) != Traffic()
-        assert ledger.total(Category.EVALUATION).tensor_bytes == seen.evaluated * LinkWorkOfUses(work.forward).nbytes
-        assert seen.received_bytes == seen.nbytes(work) + ledger.total(Category.REPLICAS).tensor_bytes
-        assert len(seen.calls) == seen.collectives(work) + STEPS
-        assert seen.trained * work.nbytes < ledger.total(Category.ACTIVATIONS, Category.REPLICAS).tensor_bytes <= STEPS * plan.tensor_bytes
-        assert STEPS * (plan.collectives - plan.traffic.collectives) == seen.trained * work.collectives + STEPS
+        training, evaluation = seen.by_closed_form(tensor_link)
+        assert ledger.total(Category.ACTIVATIONS) == Traffic(tensor_bytes=training.nbytes) != Traffic()
+        assert ledger.total(Category.EVALUATION).tensor_bytes == evaluation.nbytes
+        assert STEPS * plan.step.traffic(Category.ACTIVATIONS).tensor_bytes == training.nbytes
+        assert seen.received_bytes == (training + evaluation).nbytes + ledger.total(Category.REPLICAS).tensor_bytes
+        assert len(seen.calls) == (training + evaluation).collectives + STEPS
+        assert training.nbytes < ledger.total(Category.ACTIVATIONS, Category.REPLICAS).tensor_bytes <= STEPS * plan.tensor_bytes
+        assert seen.planned_crossings == training.collectives + STEPS
 
 
 @pytest.mark.parametrize("stage", [0, 3])

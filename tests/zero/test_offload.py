@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from harness.fake_streams.gpus import Gpu, run_on_gpus
+from harness.planned_rank import ON_GPU, planned_step, states_of
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, train_world
 from harness.worlds import run_world
-from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.plan.kinds import GRADIENTS, OPTIMIZER, PINNED
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.pieces import owned_pieces
 from megatron_zpp.zero.policy import (
@@ -174,28 +176,22 @@ def test_a_skipped_step_moves_nothing_over_the_host_link_and_changes_no_weight(r
 # ---- bytes
 
 
-def plan_of(rank: Rank, *, on_streams: bool = False) -> MemoryPlan:
-    job = rank.job
-    sharding = Sharding(job.policy, job.block_numel, job.dtype.itemsize, job.prefetch)
-    starts_exact = job.full_precision_iterations > 0
-    topology = rank.backend.grid.ladder
-    return largest_plan(rank.model.unit_specs(), rank.model.uses(), sharding, topology, starts_exact=starts_exact, on_streams=on_streams)
-
-
 def slice_numel(rank: Rank) -> int:
     return sum(unit.layout.slice_numel for unit in rank.engine.units)
 
 
 @pytest.mark.parametrize("row, world", [(row, [(1, 1), (1, 2), (2, 1), (2, 2)][index % 4]) for index, row in enumerate(ROWS)], ids=str)
 def test_states_on_device_and_host_are_those_of_the_plan_to_the_byte(row: str, world: tuple[int, int]) -> None:
+    job = offloaded(job_of(ROWS[row]))
+    planned = sum(states_of(planned_step(job, Grid.of_nodes(*world))).values())
+
     def program(backend: VirtualBackend) -> None:
-        rank = Rank(offloaded(job_of(ROWS[row])), backend)
+        rank = Rank(job, backend)
         for step in range(2):
             rank.accumulate(step)
             rank.engine.finish_gradients()
-            plan = plan_of(rank)
-            assert rank.engine.state_bytes().device == plan.states
-            assert rank.engine.state_bytes().host == plan.host.total == 12 * slice_numel(rank)
+            states = rank.engine.state_bytes()
+            assert states.device + states.host == planned and states.host == 12 * slice_numel(rank)
             rank.engine.step(0.1)
         rank.engine.close()
 
@@ -214,24 +210,26 @@ def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or
     shape = ModelShape((17, 40))
     job = offloaded(job_of(ROWS[row], full_precision_iterations=exact_iterations, microbatches=microbatches, shape=shape))
 
+    plan = planned_step(job, Grid.of_nodes(*world), ON_GPU)
+    states = states_of(plan)
+    on_host = sum(plan.host_states.values(), start=Counter[str]())
+
     def program(gpu: Gpu) -> None:
         rank = Rank(job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
-        plan, crossings = plan_of(rank, on_streams=True), []
+        crossings = []
         for step in range(job.steps):
             rank.accumulate(step)
             rank.engine.finish_gradients()
             if step >= exact_iterations:
-                assert rank.engine.state_bytes().device <= plan.states
-                assert exact_iterations or rank.engine.state_bytes().device == plan.states
+                assert rank.engine.state_bytes().device <= sum(states.values())
+                assert exact_iterations or rank.engine.state_bytes().device == sum(states.values())
             crossings.append(rank.engine.ladder.host_link.crossings)
             rank.engine.step(0.1)
         owned, differs = slice_numel(rank), row == "lean"
-        assert rank.engine.state_bytes().host == plan.host.states == (14 if differs else 12) * owned
+        assert rank.engine.state_bytes().host == on_host.total() == (14 if differs else 12) * owned
         if job.policy.gradients is Rung.PRIMARY:
-            assert plan.gradients == 4 * owned and plan.optimizer_state == 0
-        assert rank.engine.ladder.host_link.pinned_bytes == plan.host.pinned
-        kept = plan.secondary if job.policy.weights_in_step is Rung.SECONDARY else 0
-        assert rank.engine.ladder.staging.allocated_bytes <= plan.buffers + kept
+            assert states[GRADIENTS] == 4 * owned and OPTIMIZER not in states
+        assert rank.engine.ladder.host_link.pinned_bytes == plan.on_host[PINNED]
         rank.engine.close()
         assert [after - before for before, after in itertools.pairwise(crossings)] == [2 * len(rank.engine.units)] * (job.steps - 1)
 

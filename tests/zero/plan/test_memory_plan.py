@@ -13,13 +13,13 @@ from harness.small_engine import ROWS, Job, ModelShape, Rank
 from harness.worlds import run_world
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan, plan_memory
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.codecs import Regions, Runs, make_codec, recode_mean_into
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan, plan_memory
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,

@@ -9,6 +9,10 @@ import pytest
 import torch
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, SmallModel
 from harness.worlds import run_world
+from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, plan_memory
+from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop, UnitHops
+from megatron_zpp.zero.plan.step_simulation import StepSimulation
+from megatron_zpp.zero.plan.traffic import planned_traffic
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
@@ -16,10 +20,6 @@ from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Lane, Topology
 from megatron_zpp.zero.layout import FlatLayout
-from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, plan_memory
-from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop, UnitHops
-from megatron_zpp.zero.plan.step_simulation import StepSimulation
-from megatron_zpp.zero.plan.traffic import planned_traffic
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
