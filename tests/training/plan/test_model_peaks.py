@@ -60,6 +60,7 @@ CASES = [
     ("Llama 3", "chunks", "C = T = 2, own tokens", torch.float32),
     ("Qwen3, 1 key head", "kept", "C = 4", torch.bfloat16),
     ("Qwen3, 1 key head", "full", "C = T = 2", torch.float32),
+    ("Qwen3, 1 key head", "kept", "T = 2", torch.float32),
     ("scores", "full", "C = 2", torch.float32),
     ("scores", "selective", "C = T = 2", torch.bfloat16),
     ("scores", "first two", "C = 4", torch.float32),
