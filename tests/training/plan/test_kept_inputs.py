@@ -20,8 +20,9 @@ SAMPLES, RANKS, LENGTH, HIDDEN, CHUNKS = 3, 4, 32, 64, 6
 WHOLE = SAMPLES * LENGTH * HIDDEN * 2
 PART = WHOLE // RANKS
 MODEL = (
-    f"--num-layers {CHUNKS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {LENGTH} --vocab-size 64 --mock-data --train-iters 10 "
-    f"--bf16 --make-vocab-size-divisible-by 8 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size {SAMPLES} --zero-stage 3"
+    f"--num-layers {CHUNKS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {LENGTH} --vocab-size 64 --mock-data --bf16 "
+    "--train-iters 10 --make-vocab-size-divisible-by 8 --attention-dropout 0 --hidden-dropout 0 --zero-stage 3 "
+    f"--micro-batch-size {SAMPLES}"
 )
 PARTS, HOST, PLACES = "--partition-activations", "--checkpoint-in-cpu", "--contiguous-checkpointing"
 
@@ -68,6 +69,8 @@ def test_inputs_that_are_kept_in_parts_or_on_the_host_are_not_among_activations(
 
 
 def test_parts_are_padded_to_16_bytes() -> None:
-    config = resolve(parse_flags(f"{MODEL} --recompute-granularity full {PARTS} --tensor-model-parallel-size 4".split()), RANKS, RANKS).model
+    config = resolve(
+        parse_flags(f"{MODEL} --recompute-granularity full {PARTS} --tensor-model-parallel-size 4".split()), RANKS, RANKS
+    ).model
     odd = kept_inputs_shape(replace(config, hidden_size=3, seq_length=1), SAMPLES, RANKS, sequence_parallel=False)
     assert odd.part_numel(element_bytes=2) * 2 == 16
