@@ -30,8 +30,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.activations import head_bytes
+
+from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.loss_chunks import ranges
 from megatron_zpp.monitor.memory import PROCESS_STATUS, max_resident_bytes, resident_bytes

@@ -24,8 +24,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.training.run_plan import MEMBERS, Member, PlannedWorld, RunPlan, computation_by_rate, plan_run
-from megatron_zpp.zero.plan.time_model import CodecSpeed, LinkSpeed, Machine, Overlap, StepTime
+from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld
+from megatron_zpp.training.plan.clock import StepTime
+from megatron_zpp.training.plan.machine import CodecSpeed, LinkSpeed, Machine, Overlap
+from megatron_zpp.training.run_plan import RunPlan, plan_run
 
 WORLD = PlannedWorld(nodes=24, ranks_per_node=16, is_on_gpu=True)
 PADDED_VOCAB = 50304
@@ -99,14 +101,16 @@ def parts_of(model: str, samples: int, member: Member, world: PlannedWorld = WOR
     plan = plan_run(parse_flags(f"{flags} --micro-batch-size {samples} --checkpoint-activations".split()), member, world, PADDED_VOCAB)
     time = _time(plan)
     parameters = 12 * layers * hidden * hidden + (PADDED_VOCAB + SAMPLE_TOKENS) * hidden
-    return Parts(time.computing, time.inter_link, time.intra_link, time.codecs, 8 * parameters * samples * SAMPLE_TOKENS)
+    tokens = samples * SAMPLE_TOKENS
+    # The published system recomputed whole layers. torch's checkpoint ends before the last product of a layer.
+    operations = time.computing + layers * 2 * tokens * 4 * hidden * hidden
+    return Parts(operations, time.inter_link, time.intra_link, time.codecs, 8 * parameters * tokens)
 
 
 def _time(plan: RunPlan) -> StepTime:
     """The parts of a step if an operation, a byte between nodes and a value of a codec take one second each."""
-    computation = computation_by_rate(plan.config, PADDED_VOCAB, 1.0)
-    machine = Machine(LinkSpeed(1.0), LinkSpeed(INTRA_GIGABYTES * 1e9), CodecSpeed(1.0, 1.0, 1.0), Overlap.NONE)
-    return plan.time(machine, computation)
+    machine = Machine(LinkSpeed(1.0), LinkSpeed(INTRA_GIGABYTES * 1e9), CodecSpeed(1.0, 1.0, 1.0), Overlap.NONE, flops_per_second=1.0)
+    return plan.time(machine)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_zpp.training.plan.clock import StepTime
-from megatron_zpp.training.run_plan import LEAN, RunPlan
+from megatron_zpp.config.schema import Config
+from megatron_zpp.training.members import LEAN
+
+if TYPE_CHECKING:  # tools/plan_run.py says why
+    from megatron_zpp.training.plan.clock import StepTime
+    from megatron_zpp.training.run_plan import RunPlan
 
 WORTHWHILE = 1.03  # a feature with a smaller gain is not recommended
 MOST_CHOICES = 3
@@ -24,8 +28,8 @@ class Sizes(NamedTuple):
         return f"--tensor-model-parallel-size {self.tensor} --context-parallel-size {self.context}"
 
 
-def sizes_of(plan: RunPlan) -> Sizes:
-    return Sizes(plan.grid.tensor_ranks, plan.grid.context_ranks)
+def sizes_of(config: Config) -> Sizes:
+    return Sizes(config.distributed.tensor_model_parallel_size, config.distributed.context_parallel_size)
 
 
 class Simplicity(NamedTuple):
@@ -62,7 +66,7 @@ class Estimate:
 
     @property
     def sizes(self) -> Sizes:
-        return sizes_of(self.plan)
+        return sizes_of(self.plan.config)
 
     @property
     def node_bytes(self) -> int:

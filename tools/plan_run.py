@@ -16,10 +16,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from command import errors_in_words, parsed, parsed_with_flags_of_run, rank_count
 from plan_estimates import Estimate, Rate, Sizes, sizes_of
-from plan_tables import plan_as_json, plan_as_text
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
@@ -31,19 +31,17 @@ from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_ro
 from megatron_zpp.monitor.output_file import naming_file
 from megatron_zpp.training.dry_run import ranks_left_open
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
+from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld, config_of
 from megatron_zpp.training.plan.machine import Machine, Overlap
 from megatron_zpp.training.plan_words import wrapped
-from megatron_zpp.training.run_plan import (
-    MEMBERS,
-    Member,
-    PlannedWorld,
-    RunPlan,
-    plan_run,
-)
+
+if TYPE_CHECKING:
+    from megatron_zpp.training.run_plan import RunPlan
 
 TENSOR_SIZES = (1, 2, 4, 8)
 CONTEXT_SIZES = (1, 2, 4, 8, 16)
 GROUP_NODES = 2  # the most nodes of a group of these sizes
+ZERO_3 = next(member for member in MEMBERS if member.name == "ZeRO-3")
 COMPARED = tuple(member for member in MEMBERS if member.name in ("ZeRO-1", "ZeRO-3", "ZeRO++", "lean-1", "lean"))  # for other sizes
 
 
@@ -64,10 +62,20 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
         raise ranks_left_open(options.nodes)
     world = PlannedWorld(options.nodes, given.distributed.ranks_per_node, is_on_gpu=options.device == "gpu")
     vocab_size = _vocab_size(given)
-    plans, left_out = _plans(given, MEMBERS, world, embedding_rows(given.model, vocab_size))
-    zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
+    padded = embedding_rows(given.model, vocab_size)
+    configs, left_out = _configs(given, MEMBERS, world)
+    configs_by_size = _by_size(given, world, configs, padded)
+    # These import torch, which takes seconds: mistakes in flags are found before.
+    from plan_tables import plan_as_json, plan_as_text
+
+    from megatron_zpp.training.run_plan import plan_member
+
+    by_size = {
+        sizes: [plan_member(config, member, world, padded) for member, config in of_size.items()]
+        for sizes, of_size in configs_by_size.items()
+    }
+    zero3 = next(plan for plan in by_size[sizes_of(configs[ZERO_3])] if plan.member is ZERO_3)
     flops_per_second = _flops_per_second(options, zero3)
-    by_size = _by_size(given, world, plans)
     by_rate = {gigabits: _rate(by_size, gigabits, options) for gigabits in options.inter_gigabits}
     print("\n".join([plan_as_text(world, zero3, vocab_size, flops_per_second, by_rate), *map(wrapped, left_out)]))
     if options.output is not None:
@@ -83,47 +91,48 @@ def _rates(options: argparse.Namespace) -> list[float]:
     return options.inter_gigabits or [float("inf")]
 
 
-def _by_size(given: Config, world: PlannedWorld, as_given: list[RunPlan]) -> dict[Sizes, list[RunPlan]]:
-    """The plans for each of the sizes that groups of ranks could have, first those with the given sizes, which are plans of all members.
+def _by_size(given: Config, world: PlannedWorld, as_given: dict[Member, Config], padded: int) -> dict[Sizes, dict[Member, Config]]:
+    """The configurations for each of the sizes that groups of ranks could have, first those with the given sizes, which are of all members.
 
     All have the global batch of the given sizes.
     """
-    one = as_given[0]
+    one = next(iter(as_given.values()))
     found = {sizes_of(one): as_given}
-    for sizes in _other_sizes(one):
+    for sizes in _other_sizes(one, padded):
         try:
-            found[sizes], _ = _plans(_with_sizes(given, sizes, one), COMPARED, world, one.padded_vocab_size)
-        except ValueError:
+            found[sizes], _ = _configs(_with_sizes(given, sizes, one), COMPARED, world)
+        except FlagError:
             continue  # a rule forbids these sizes, or the batch does not divide among the groups that are left
     return found
 
 
-def _other_sizes(plan: RunPlan) -> list[Sizes]:
-    """The sizes to compare with those of the plan."""
-    most = GROUP_NODES * plan.grid.ranks_per_node
-    sizes = [Sizes(tensor, context) for tensor in TENSOR_SIZES for context in CONTEXT_SIZES if tensor * context <= most]
-    return [some for some in sizes if some != sizes_of(plan)]
+def _other_sizes(config: Config, padded: int) -> list[Sizes]:
+    """The sizes to compare with those of the configuration."""
+    most = GROUP_NODES * config.distributed.ranks_per_node
+    tensor_sizes = [tensor for tensor in TENSOR_SIZES if padded % tensor == 0]
+    sizes = [Sizes(tensor, context) for tensor in tensor_sizes for context in CONTEXT_SIZES if tensor * context <= most]
+    return [some for some in sizes if some != sizes_of(config)]
 
 
-def _with_sizes(given: Config, sizes: Sizes, other: RunPlan) -> Config:
-    """The configuration with groups of these sizes, and the global batch of the other plan."""
+def _with_sizes(given: Config, sizes: Sizes, other: Config) -> Config:
+    """The configuration with groups of these sizes, and the global batch of the other one."""
     training = given.training
     if training.global_batch_size is None and training.step_batch_size_schedule is None:
-        given = given.with_values(global_batch_size=other.config.training.global_batch_size)
+        given = given.with_values(global_batch_size=other.training.global_batch_size)
     return given.with_values(tensor_model_parallel_size=sizes.tensor, context_parallel_size=sizes.context)
 
 
-def _plans(given: Config, members: Sequence[Member], world: PlannedWorld, padded: int) -> tuple[list[RunPlan], list[str]]:
-    """The plans of these members, and a line for each reason why lean is not among them because a flag contradicts it."""
-    plans, left_out = [], dict[str, list[str]]()
+def _configs(given: Config, members: Sequence[Member], world: PlannedWorld) -> tuple[dict[Member, Config], list[str]]:
+    """The configurations of these members, and a line for each reason why lean is not among them because a flag contradicts it."""
+    configs, left_out = dict[Member, Config](), dict[str, list[str]]()
     for member in members:
         try:
-            plans.append(plan_run(given, member, world, padded))
+            configs[member] = config_of(given, member, world)
         except FlagError as error:
             if not member.is_lean:
                 raise
             left_out.setdefault(str(error), []).append(member.name)
-    return plans, [f"Left out: {', '.join(names)}: {reason}" for reason, names in left_out.items()]
+    return configs, [f"Left out: {', '.join(names)}: {reason}" for reason, names in left_out.items()]
 
 
 def _rate(by_size: dict[Sizes, list[RunPlan]], gigabits: float, options: argparse.Namespace) -> Rate:

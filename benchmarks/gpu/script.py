@@ -23,7 +23,8 @@ from gpu.sharing import working_sharing
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.host_threads import own_cores
-from megatron_zpp.training.run_plan import PlannedWorld, plan_as_given
+from megatron_zpp.training.members import PlannedWorld
+from megatron_zpp.training.run_plan import plan_as_given
 from megatron_zpp.training.setup import build_vocabulary
 
 ENTRY = "pretrain_zeropp_gpt.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import Any
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.training.sharding import grid_of, sharding_of
-from megatron_zpp.zero.plan.traffic import smallest_inter_hop_bytes
+from megatron_zpp.parallel.topology import Link
+from megatron_zpp.training.plan.planned_step import plan_step
+from megatron_zpp.training.plan.program import Submit
+from megatron_zpp.training.sharding import grid_of
 from slow_links.configurations import FSDP2, SETS, ZERO3, Workload
 from slow_links.network import BURST_BYTES
 from slow_links.rates import UNLIMITED, Rate
@@ -58,8 +61,13 @@ def smallest_hop(workload: Workload) -> int:
 
 def _smallest_hop_of(name: str, workload: Workload) -> int:
     config = resolve(parse_flags(workload.flags(name)), workload.world_size, workload.ranks_per_node)
-    model = ModelShape(config.model, workload.padded_vocab_size)
-    return smallest_inter_hop_bytes(model.unit_specs(), sharding_of(config), grid_of(config, workload.world_size), LEAST_SHARE_OF_UNIT)
+    specs = ModelShape(config.model, workload.padded_vocab_size).unit_specs()
+    numel = {unit.name: sum(math.prod(param.shape) for param in unit.params) for unit in specs}
+    units = {unit for unit, own in numel.items() if own >= LEAST_SHARE_OF_UNIT * sum(numel.values())}
+    grid = grid_of(config, workload.world_size)
+    items = plan_step(config, grid, workload.padded_vocab_size, is_on_gpu=False).items(1)
+    hops = [item for item in items if isinstance(item, Submit) and item.lane.link is Link.INTER and item.unit in units]
+    return grid.into_node(min(hop.traffic.inter_bytes for hop in hops))
 
 
 def measure(session: Session, workload: Workload, plan: Plan, record: Record) -> None:

@@ -8,8 +8,8 @@ from report import commands_of, machine_text
 
 from slow_links.analysis import Rated, Row
 from slow_links.configurations import DEEPSPEEDS, SETS, ZERO3, Workload
-from slow_links.prediction import Prediction
-from slow_links.rates import UNLIMITED, Rate
+from slow_links.prediction import Known, Prediction
+from slow_links.rates import UNLIMITED
 from slow_links.record import Record
 
 MEGABYTE = 1e6
@@ -20,9 +20,9 @@ def markdown(record: Record, workload: Workload, ratings: Sequence[Rated]) -> st
     """The facts about world and machine, then all tables."""
     blocks = [_facts(record, workload)]
     blocks += [_table_of(rated) for rated in ratings]
-    zero3 = next((rated.rows[ZERO3].seconds.median for rated in ratings if rated.rate == UNLIMITED), None)
-    if zero3 is not None:
-        blocks.append(_predictions(ratings, Prediction(workload, zero3)))
+    known = Known({rated.rate: rated.rows[ZERO3].seconds.median for rated in ratings}, record.content["machine"]["cores"])
+    if UNLIMITED in known.seconds:
+        blocks.append(_predictions(ratings, Prediction(workload, known), known))
     if any(row.hidden for rated in ratings for row in rated.rows.values()):
         blocks.append(_hidden(ratings))
     return "\n\n".join(blocks) + "\n"
@@ -90,7 +90,7 @@ def _parts(rated: Rated, name: str) -> str:
     return f"{' x '.join(f'{gain:.2f} ({part})' for part, gain in gains.items())} = {_product(gains.values()):.2f}"
 
 
-def _predictions(ratings: Sequence[Rated], prediction: Prediction) -> str:
+def _predictions(ratings: Sequence[Rated], prediction: Prediction, known: Known) -> str:
     names = [name for name in ratings[0].rows if prediction.covers(name)]
     rows = []
     for rated in ratings:
@@ -99,18 +99,22 @@ def _predictions(ratings: Sequence[Rated], prediction: Prediction) -> str:
             measured, predicted = rated.rows[name].seconds.median, prediction.seconds(name, rated.rate)
             cells.append(f"{predicted * 1e3:.0f} / {measured * 1e3:.0f} ({predicted / measured - 1:+.0%})")
         rows.append(cells)
-    text = "### Predicted by the time model of tools/plan_run.py from ZeRO-3's step without limit, beside the measured step, ms"
-    return "\n".join([text, "", *_table(["", *names], rows), "", _errors(ratings, prediction, names)])
+    slowest = f" and at {known.slowest}" if known.slowest.is_limited else ""
+    text = f"### Predicted by plans of tools/plan_run.py from ZeRO-3's step without limit{slowest}, beside the measured step, ms"
+    return "\n".join([text, "", *_table(["", *names], rows), "", _errors(ratings, prediction, names, known)])
 
 
-def _errors(ratings: Sequence[Rated], prediction: Prediction, names: Sequence[str]) -> str:
-    def error(rate: Rate, row: Row) -> float:
-        return abs(prediction.seconds(row.name, rate) / row.seconds.median - 1)
-
-    errors = [error(rated.rate, rated.rows[name]) for rated in ratings if rated.rate.is_limited for name in names]
-    if not errors:
-        return ""
-    return f"Mean error at limited rates {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}."
+def _errors(ratings: Sequence[Rated], prediction: Prediction, names: Sequence[str], known: Known) -> str:
+    """The errors of what predictions were not made from."""
+    made_from = {(rate, ZERO3) for rate in (UNLIMITED, known.slowest)}
+    sentences = []
+    for kind, is_limited in (("without limit", False), ("at limited rates", True)):
+        cells = [(rated.rate, rated.rows[name]) for rated in ratings if rated.rate.is_limited == is_limited for name in names]
+        others = [(rate, row) for rate, row in cells if (rate, row.name) not in made_from]
+        errors = [abs(prediction.seconds(row.name, rate) / row.seconds.median - 1) for rate, row in others]
+        if errors:
+            sentences.append(f"Mean error {kind} {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}.")
+    return " ".join(sentences)
 
 
 def _hidden(ratings: Sequence[Rated]) -> str:

@@ -11,8 +11,9 @@ from drawing.canvas import Canvas, Theme
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.hardware import GIGABYTE
+from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.memory_need import MemoryNeed
-from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, plan_as_given
+from megatron_zpp.training.run_plan import RunPlan, plan_as_given
 
 PAGE = Path(__file__).resolve().parents[1] / "memory.md"
 MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048

@@ -122,7 +122,10 @@ class Codec(Protocol):
         """The same codec with stochastic rounding drawn from `key`; the codec itself if it rounds to nearest. Called for every descent."""
 
     def signed(self, keys: SignKeys) -> Codec:
-        """The same codec with the random signs of its rotation drawn from `keys`; the codec itself if it has none, as here."""
+        """The same codec with the random signs of its rotation drawn from `keys`; the codec itself if it has none, as here.
+
+        Called if mixes_neighbours is true.
+        """
         return self
 
     def of_sender(self, member: int) -> Codec:

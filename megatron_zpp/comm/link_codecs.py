@@ -47,7 +47,7 @@ class LinkCodecs:
         place: of a hop, such as direction, unit, iteration and micro-batch; the same on all members of the link.
         """
         inter, intra = (
-            codec.signed(sign_keys(self.noise_seed, link, topology, data_rank, *place))
+            codec.signed(sign_keys(self.noise_seed, link, topology, data_rank, *place)) if codec.mixes_neighbours else codec
             for link, codec in zip(LADDER_LINKS, (self.inter, self.intra), strict=True)
         )
         return replace(self, inter=inter, intra=intra)

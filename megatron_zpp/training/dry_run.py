@@ -1,14 +1,15 @@
-"""--dry-run: describes the run that the flags ask for, without starting it (no torch)."""
+"""--dry-run: describes the run that the flags ask for, without starting it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megatron_zpp.checkpoint.candidates import check_may_begin_anew
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
-from megatron_zpp.config.counted import counted
+from megatron_zpp.config.counted import counted, in_gib
 from megatron_zpp.config.data_sources import Blend, read_sources
 from megatron_zpp.config.deepspeed import CONTEXT_FIELD, NOTHING, context_ranks
 from megatron_zpp.config.defaults import banner
@@ -19,16 +20,18 @@ from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import embedding_rows, tokenizer_of_run
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.kept_rules import with_kept_rules
-from megatron_zpp.training.memory_check import AvailableMemory, check_fits
-from megatron_zpp.training.memory_need import in_gib, saved_bytes
+from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.plan_words import mfu, model_in_words, model_teraflops, rounded, tokens_per_second, wrapped
-from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, plan_as_given
 from megatron_zpp.training.sample_order import order_notices
-from megatron_zpp.training.sharding import shape_of
+from megatron_zpp.training.sharding import grid_of, saved_bytes, shape_of
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
+
+if TYPE_CHECKING:
+    from megatron_zpp.training.run_plan import RunPlan
 
 LABEL_COLUMNS = 24
 SECONDS_PER_DAY = 86400
@@ -46,13 +49,14 @@ def described_plan(given: Config, launch: Launch) -> str:
         config, world = _resolved(replace(given, earlier_samples=stored.earlier_samples), launch)
     config, about_rules = with_kept_rules(config, stored)
     vocab_size = tokenizer_of_run(config).vocab_size
-    plan = plan_as_given(config, world, embedding_rows(config.model, vocab_size))
-    _check_memory(plan, world)
+    padded_vocab_size = embedding_rows(config.model, vocab_size)
+    start, data = _start(config, grid_of(config, world.size), padded_vocab_size, stored), _data(config)
+    plan = _planned(config, world, padded_vocab_size)
     parts = {
         "parameters": model_in_words(plan, vocab_size),
         "training": _training(plan),
-        "data": _data(plan),
-        "start": _start(plan, stored),
+        "data": data,
+        "start": start,
         "sharding": plan.member.name,
         "memory per rank": f"{in_gib(plan.memory.total)}: {plan.memory}",
         "host memory per rank": _host(plan, world),
@@ -120,11 +124,17 @@ def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
     return config, PlannedWorld(world_size // ranks_per_node, ranks_per_node, is_on_gpu=config.plan.device == "gpu")
 
 
-def _check_memory(plan: RunPlan, world: PlannedWorld) -> None:
-    assumed = plan.config.plan
+def _planned(config: Config, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
+    """The plan. Raises ValueError if it needs more memory than the flags say that there is."""
+    # These import torch, which takes seconds: mistakes in flags are found before.
+    from megatron_zpp.training.memory_check import AvailableMemory, check_fits
+    from megatron_zpp.training.run_plan import plan_as_given
+
+    plan, assumed = plan_as_given(config, world, padded_vocab_size), config.plan
     if assumed.memory_gigabytes is not None or assumed.host_memory_gigabytes is not None:
         available = AvailableMemory(_bytes_of(assumed.memory_gigabytes), _bytes_of(assumed.host_memory_gigabytes, world.ranks_per_node))
-        check_fits(plan.config, plan.padded_vocab_size, plan.grid, is_on_gpu=world.is_on_gpu, available=available)
+        check_fits(config, padded_vocab_size, plan.grid, is_on_gpu=world.is_on_gpu, available=available)
+    return plan
 
 
 def _bytes_of(gigabytes: float | None, ranks: int = 1) -> int | None:
@@ -145,12 +155,12 @@ def _host(plan: RunPlan, world: PlannedWorld) -> str:
 
 
 def _training(plan: RunPlan) -> str:
-    training, microbatches = plan.config.training, plan.microbatches
+    config, training = plan.config, plan.config.training
     return (
         f"{counted(training.train_iters, 'iteration')} of {counted(training.global_batch_size, 'sample')} of "
-        f"{counted(plan.config.model.seq_length, 'token')}, "
-        f"{_all_tokens(plan):.4g} tokens in all; per rank and iteration {microbatches} x {counted(training.micro_batch_size, 'sample')}"
-        f"{_share_of_tokens(plan)}"
+        f"{counted(config.model.seq_length, 'token')}, "
+        f"{_all_tokens(config):.4g} tokens in all; "
+        f"per rank and iteration {plan.microbatches} x {counted(training.micro_batch_size, 'sample')}{_share_of_tokens(plan)}"
     )
 
 
@@ -159,14 +169,13 @@ def _share_of_tokens(plan: RunPlan) -> str:
     return f", 1/{context_ranks} of the tokens of each" if context_ranks > 1 else ""
 
 
-def _all_tokens(plan: RunPlan) -> int:
-    training, lengths = plan.config.training, plan.config.sample_lengths
+def _all_tokens(config: Config) -> int:
+    training, lengths = config.training, config.sample_lengths
     return lengths.tokens_in(length_in_samples(training, batch_schedule(training, lengths)))
 
 
-def _data(plan: RunPlan) -> str:
+def _data(config: Config) -> str:
     """The corpora of each split, and how often training reads the same. Raises ValueError if there is nothing to train on."""
-    config = plan.config
     if config.data.mock_data:
         return "generated tokens"
     from megatron_zpp.data.repetition import repetition
@@ -177,25 +186,25 @@ def _data(plan: RunPlan) -> str:
     used, _ = corpora.used_for_training()
     tokens = {prefix: corpus.source.token_count for prefix, corpus in corpora.by_prefix.items()}
     parts = [f"{split} {_blend(blend, tokens)}".strip() for split, blend in sources.blends.items()]
-    return "; ".join([*parts, *repetition(used, _all_tokens(plan) // seq_length, seq_length)])
+    return "; ".join([*parts, *repetition(used, _all_tokens(config) // seq_length, seq_length)])
 
 
 def _blend(blend: Blend, tokens: Mapping[str, int]) -> str:
     return f"{counted(len(blend.prefixes), 'corpus', 'corpora')} of {sum(tokens[prefix] for prefix in blend.prefixes):.4g} tokens"
 
 
-def _start(plan: RunPlan, stored: StoredRun | None) -> str:
+def _start(config: Config, grid: Grid, padded_vocab_size: int, stored: StoredRun | None) -> str:
     """The checkpoint that the run loads; empty if no flag asks for one. Raises ValueError if the run could not start from it."""
-    config, checkpoint = plan.config, plan.config.checkpoint
+    checkpoint = config.checkpoint
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         return ""
     if stored is None:
         check_may_begin_anew(checkpoint)
-        check_batches(config, running_schedule(config, plan.grid.sample_groups), 0)
+        check_batches(config, running_schedule(config, grid.sample_groups), 0)
         return "anew, there is no checkpoint yet"
     with_schedule(config, stored)
-    stored.check_contents(config, shape_of(config, plan.padded_vocab_size).unit_specs())
-    check_batches(config, running_schedule(config, plan.grid.sample_groups), stored.consumed_samples)
+    stored.check_contents(config, shape_of(config, padded_vocab_size).unit_specs())
+    check_batches(config, running_schedule(config, grid.sample_groups), stored.consumed_samples)
     return "; ".join([f"from {stored.folder}", *stored.notices(config), *order_notices(config, stored)])
 
 
@@ -254,7 +263,7 @@ def _time(plan: RunPlan, world: PlannedWorld) -> str:
 
 def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:
     tokens = plan.config.training.global_batch_size * plan.config.model.seq_length
-    whole = _all_tokens(plan) / tokens * seconds
+    whole = _all_tokens(plan.config) / tokens * seconds
     length = f"{whole / SECONDS_PER_DAY:.4g} days" if whole > SECONDS_PER_DAY else f"{whole:.4g} s"
     speed, share = tokens_per_second(plan, seconds), mfu(plan, seconds)
     of_peak = "" if share is None else f", MFU {share:.1%} of {plan.config.logging.device_peak_tflops:g} TFLOP/s"

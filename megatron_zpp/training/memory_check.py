@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_zpp.config.counted import counted
+from megatron_zpp.config.counted import counted, in_gib
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.resolve import could_have
 from megatron_zpp.config.rules_context import CONTEXT_SIZE
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE
 from megatron_zpp.config.schema import Config, ZeroConfig
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.memory_need import MemoryNeed, in_gib, memory_need
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.device_memory import NO_DEVICE, device_memory
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 
-LARGEST_NODES = 1 << 14
+LARGEST_NODES = 1 << 10  # of more, each would lessen hardly anything, and the random signs of a hop are one number per member
 
 
 class AvailableMemory(NamedTuple):
@@ -59,11 +59,13 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
 
     together = max(1, grid.context_ranks // grid.ladder.ranks_per_node)  # nodes that only together have whole samples
 
-    def fits(times: int) -> bool:
-        return need_with(config, replace(grid, world_size=times * together * grid.ranks_per_node)).total <= nbytes
+    def total(times: int) -> int:
+        larger = replace(grid, world_size=times * together * grid.ranks_per_node)
+        batch = config.training.global_batch_size * larger.sample_groups // grid.sample_groups  # of as many micro-batches per rank
+        return need_with(config.with_values(global_batch_size=batch), larger).total
 
-    may_fit = need.whatever_the_world <= nbytes  # otherwise no world is planned: each takes a fraction of a second
-    times = smallest_nodes(fits, grid.nodes // together) if may_fit else None
+    may_fit = need.whatever_the_world <= nbytes  # otherwise no other world is planned: each takes a fraction of a second
+    times = smallest_nodes(total, nbytes, grid.nodes // together) if may_fit else None
     nodes = None if times is None else times * together
     first = []
     if config.model.attention_dropout > 0 and 2 * other(attention_dropout=0.0).of(ACTIVATIONS) < need.of(ACTIVATIONS):
@@ -97,16 +99,25 @@ def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes:
     )
 
 
-def smallest_nodes(fits: Callable[[int], bool], nodes_too_few: int) -> int | None:
-    """Smallest number of nodes above `nodes_too_few` that fits; None if even LARGEST_NODES do not fit."""
-    too_few, enough = nodes_too_few, 2 * nodes_too_few
-    while not fits(enough):
-        too_few, enough = enough, 2 * enough
-        if too_few >= LARGEST_NODES:
-            return None
+def smallest_nodes(total: Callable[[int], int], available: int, too_few: int) -> int | None:
+    """Smallest number of nodes above `too_few` that need no more than `available` bytes; None if even LARGEST_NODES need more.
+
+    total: bytes that so many nodes need. More nodes need less: nearly a constant, and a part that they divide. The search expects that, so
+    that it plans few worlds, but relies only on less.
+    """
+    enough = max(LARGEST_NODES, 2 * too_few)
+    most, least = total(too_few), total(enough)
+    if least > available:
+        return None
     while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+        share = (available - least) / (most - least)
+        middle = int(1 / ((1 - share) / enough + share / too_few))
+        middle = min(max(middle, too_few + 1), enough - 1)
+        nbytes = total(middle)
+        if nbytes <= available:
+            enough, least = middle, nbytes
+        else:
+            too_few, most = middle, nbytes
     return enough
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, GATHERED, KEPT_INPUTS, ON_DEVICE, ON_HOST, OTHER, STATES
 from megatron_zpp.training.plan.planned_step import PlannedMemory, PlannedStep, plan_step
-from megatron_zpp.training.sharding import choose_policy, element_bytes, layouts_of
-from megatron_zpp.zero.states import MOMENTS
-
-_FP32_BYTES = 4
+from megatron_zpp.training.sharding import layouts_of, saved_bytes
 
 
 @dataclass(frozen=True)
@@ -105,15 +103,3 @@ def _save_copy_bytes(config: Config, padded_vocab_size: int, grid: Grid) -> int:
     if config.checkpoint.save is None or not config.checkpoint.async_save:
         return 0
     return saved_bytes(config, grid) * sum(layout.slice_numel for layout in layouts_of(config, padded_vocab_size, grid))
-
-
-def saved_bytes(config: Config, grid: Grid) -> int:
-    """Bytes of one parameter in a checkpoint: its main weight, and unless --no-save-optim Adam's moments and a kept copy."""
-    if config.checkpoint.no_save_optim:
-        return _FP32_BYTES
-    keeps_copy = choose_policy(config.zero).in_world(grid.ladder).keeps_copy
-    return _FP32_BYTES * (1 + len(MOMENTS)) + (element_bytes(config.precision) if keeps_copy else 0)
-
-
-def in_gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.1f} MiB"

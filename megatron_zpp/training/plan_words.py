@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import textwrap
+from typing import TYPE_CHECKING
 
 from megatron_zpp.config.batch_schedule import SUFFIXES
 from megatron_zpp.config.groups.data import TOKENIZER_FILES
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import model_flops, parameter_count
 from megatron_zpp.training.hardware import TERA
-from megatron_zpp.training.run_plan import RunPlan
+
+if TYPE_CHECKING:  # it imports torch
+    from megatron_zpp.training.run_plan import RunPlan
 
 COLUMNS = 120
 

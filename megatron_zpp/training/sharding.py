@@ -22,6 +22,9 @@ from megatron_zpp.zero.policy import (
     with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
+from megatron_zpp.zero.states import MOMENTS
+
+_FP32_BYTES = 4
 
 
 def choose_policy(zero: ZeroConfig) -> Policy:
@@ -61,6 +64,14 @@ def prefetch_of(zero: ZeroConfig) -> Prefetch:
 def element_bytes(precision: PrecisionConfig) -> int:
     """Bytes of a working weight."""
     return 2 if precision.bf16 or precision.fp16 else 4
+
+
+def saved_bytes(config: Config, grid: Grid) -> int:
+    """Bytes of one parameter in a checkpoint: its main weight, and unless --no-save-optim Adam's moments and a kept copy."""
+    if config.checkpoint.no_save_optim:
+        return _FP32_BYTES
+    keeps_copy = choose_policy(config.zero).in_world(grid.ladder).keeps_copy
+    return _FP32_BYTES * (1 + len(MOMENTS)) + (element_bytes(config.precision) if keeps_copy else 0)
 
 
 def grid_of(config: Config, world_size: int) -> Grid:

@@ -16,7 +16,8 @@ from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.training.run_plan import PlannedWorld, plan_as_given
+from megatron_zpp.training.members import PlannedWorld
+from megatron_zpp.training.run_plan import plan_as_given
 
 pytestmark = pytest.mark.pure
 

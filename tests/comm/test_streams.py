@@ -18,12 +18,12 @@ from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Site
 from harness.fake_streams.sources import ordering_lines
 from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, train_world
+from megatron_zpp.zero.plan.memory_plan import Sharding, largest_plan
 
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.comm.code import Code, LinkCodes, Rotation
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler, LossScaler
 from megatron_zpp.zero.pieces import owned_pieces
-from megatron_zpp.zero.plan.memory_plan import Sharding, largest_plan
 from megatron_zpp.zero.policy import (
     POLICIES,
     ZEROPP,

@@ -155,6 +155,9 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python benchmarks/checkpoint.py ...": BENCHMARK,
     "python benchmarks/code_errors.py ...": BENCHMARK,
     "python benchmarks/quickstart.py ...": "tests/benchmarks/test_quickstart.py::test_the_file_says_how_it_was_made_and_under_which_load",
+    "python benchmarks/constants.py": (
+        "tests/benchmarks/test_constants.py::test_the_table_has_a_row_for_every_speed_with_what_was_measured_here"
+    ),
     "python benchmarks/data_index.py ...": BENCHMARK,
     "python benchmarks/dropout.py ...": BENCHMARK,
     "python benchmarks/head_loss.py ...": BENCHMARK,
@@ -172,6 +175,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python benchmarks/train_step.py --peers fsdp2 deepspeed": (
         "tests/benchmarks/test_train_step.py::test_without_deepspeed_no_world_is_started"
     ),
+    "python benchmarks/sockets.py ...": BENCHMARK,
     "python benchmarks/two_nodes.py --smoke": SMOKE,
     "python benchmarks/two_nodes.py ...": "It needs root and takes half an hour; --smoke runs the same program on a tiny model.",
     "python benchmarks/two_nodes.py --peers fsdp2 deepspeed": (

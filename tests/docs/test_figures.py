@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-import statistics
-from dataclasses import asdict
 
+import constants
 import pytest
 from figures import of_loss, of_plans, of_programs, of_speed
 from figures.covered import ELSEWHERE, NOT_MEASURED
 from figures.figure import Elsewhere, NotMeasured, as_one_line, left_over, prose_of, text_of
 from harness.places import ROOT
 
-from megatron_zpp.training.hardware import CPU_CODEC, GPU_CODEC
+from megatron_zpp.training.hardware import CONSTANTS, Constant
 
 pytestmark = pytest.mark.pure
 
@@ -58,45 +57,34 @@ def test_numbers_that_another_test_compares_are_on_the_page_and_the_test_exists(
 
 
 def test_the_speeds_of_a_core_that_plans_assume_are_those_that_were_measured() -> None:
-    def integers(op: str, members: int = 1) -> float:
-        return statistics.median(2 / rate / members for rate in of_programs.of_kernels("gigabytes_per_second", op, least=16))
-
-    def gaussian(op: str, rounds: str) -> float:
-        return statistics.mean(of_programs.gaussian("nanoseconds_per_value", rounds, op))
-
-    rotate = statistics.mean(gaussian(op, "2 rounds") - gaussian(op, "1 round") for op in ("encode", "decode to bf16"))
-    measured = {
-        "encode": integers("encode"),
-        "decode": integers("decode to bf16"),
-        "summed": statistics.mean(integers(f"decode, add mean of {members}", members) for members in (2, 4)),
-        "gaussian_encode": gaussian("encode", "1 round") - rotate,
-        "gaussian_decode": gaussian("decode to bf16", "1 round") - rotate,
-        "rotate": rotate,
-        "subtract": 0.5,  # an estimate
-    }
-    assert {name: round(1e9 * seconds, 2) for name, seconds in asdict(CPU_CODEC).items()} == pytest.approx(measured, abs=0.0051)
+    rows = [*of_programs.results("quantization_cpu")["results"], *of_programs.results("gaussian_cpu")["results"]]
+    measured = constants.of_core(rows)
+    assert {name: round(1e9 * assumed("cpu", name), 2) for name in measured} == pytest.approx(in_units(1e-9, measured), abs=0.0051)
 
 
 def test_the_speeds_of_a_gpu_that_plans_assume_are_those_that_were_measured_on_an_h100() -> None:
-    kernels = of_programs.results("gpu_h100")["kernels"]
+    measured = constants.of_gpu(of_programs.results("gpu_h100")["kernels"])
+    assert {name: 1e12 * assumed("gpu", name) for name in measured} == pytest.approx(in_units(1e-12, measured), abs=0.051)
 
-    def picoseconds(op: str, kind: str) -> float:
-        """Per bf16 value, the mean of all codes of a kind that have the call."""
-        values = 64 * 2**20 / 2
-        return statistics.mean(1e6 * one["microseconds"] / values for one in kernels if one["op"] == op and one["codes"].startswith(kind))
 
-    rotate = picoseconds("encode rotated bf16", "INT") - picoseconds("encode bf16", "INT")
-    rounds = statistics.mean((1, 2))  # of the two Gaussian codes that are timed
-    measured = {
-        "encode": picoseconds("encode bf16", "INT"),
-        "decode": picoseconds("decode to bf16", "INT"),
-        "summed": picoseconds("decode, add mean of 2", "INT") / 2,
-        "gaussian_encode": picoseconds("encode bf16", "Gaussian") - rounds * rotate,
-        "gaussian_decode": picoseconds("decode to bf16", "Gaussian") - rounds * rotate,
-        "rotate": rotate,
-        "subtract": 3.5,  # an estimate
-    }
-    assert {name: 1e12 * seconds for name, seconds in asdict(GPU_CODEC).items()} == pytest.approx(measured, abs=0.051)
+def test_the_processor_time_of_bytes_over_gloo_that_plans_assume_was_measured() -> None:
+    measured = constants.of_sockets(of_programs.results("sockets_cpu")["results"])
+    for name in ("gathered", "exchanged"):
+        assert 1e9 * assumed("cpu", name) == pytest.approx(1e9 * measured[name], abs=0.051)
+
+
+@pytest.mark.parametrize("constant", CONSTANTS, ids=lambda constant: f"{constant.device}: {constant.name}")
+def test_every_speed_that_plans_assume_names_the_file_that_it_comes_from_or_is_assumed(constant: Constant) -> None:
+    source = constant.source.partition(":")[0]
+    assert source == "assumed" or (ROOT / "benchmarks" / "results" / source).exists()
+
+
+def assumed(device: str, name: str) -> float:
+    return next(one.seconds for one in CONSTANTS if (one.device, one.name) == (device, name))
+
+
+def in_units(unit: float, seconds: dict[str, float]) -> dict[str, float]:
+    return {name: value / unit for name, value in seconds.items()}
 
 
 def test_each_figure_is_there_once() -> None:

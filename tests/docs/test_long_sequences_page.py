@@ -9,10 +9,11 @@ import pytest
 from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.schema import Config
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
-from megatron_zpp.training.memory_need import in_gib
-from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, RunPlan, computation_by_rate, plan_run
+from megatron_zpp.training.members import MEMBERS, PlannedWorld
+from megatron_zpp.training.run_plan import RunPlan, plan_run
 
 pytestmark = pytest.mark.pure
 
@@ -41,8 +42,7 @@ def plans(tensor_ranks: int, context_ranks: int) -> dict[str, RunPlan]:
 
 
 def seconds(plan: RunPlan) -> float:
-    machine = planned_machine(400, 100, is_on_gpu=True)
-    return plan.time(machine, computation_by_rate(plan.config, VOCABULARY, 400 * TERA)).seconds
+    return plan.time(planned_machine(400, 100, 400 * TERA, is_on_gpu=True)).seconds
 
 
 def test_the_tables_of_memory_and_of_bytes_are_the_plans_of_the_command() -> None:

@@ -8,9 +8,8 @@ import pytest
 from drawing.memory import plan_of
 from harness.places import ROOT
 
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
-from megatron_zpp.training.memory_need import in_gib
-from megatron_zpp.training.run_plan import computation_by_rate
 
 pytestmark = pytest.mark.pure
 
@@ -27,7 +26,7 @@ def test_the_example_has_rows() -> None:
 @pytest.mark.parametrize("flags, samples, device, does_not_fit, seconds", TIMES, ids=[f"{row[0]} {row[1]}" for row in TIMES])
 def test_each_time_of_the_example_is_that_of_the_plan(flags: str, samples: str, device: str, does_not_fit: str, seconds: str) -> None:
     plan = plan_of(f"--zero-stage 3 --micro-batch-size {samples} {flags.strip('`').removeprefix('none')}")
-    time = plan.time(planned_machine(100, 100, is_on_gpu=True), computation_by_rate(plan.config, 32000, 80 * TERA))
+    time = plan.time(planned_machine(100, 100, 80 * TERA, is_on_gpu=True))
     assert (in_gib(plan.memory.total), f"{time.seconds:.1f}") == (device, seconds)
     assert (plan.memory.total > 24 * GIGABYTE) is bool(does_not_fit)
 

@@ -8,10 +8,10 @@ import pytest
 from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.training.memory_need import in_gib, memory_need
-from megatron_zpp.training.run_plan import shape_of
-from megatron_zpp.training.sharding import grid_of, sharding_of
+from megatron_zpp.training.memory_need import memory_need
+from megatron_zpp.training.sharding import grid_of, shape_of, sharding_of
 
 pytestmark = pytest.mark.pure
 

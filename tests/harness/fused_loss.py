@@ -11,11 +11,11 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from megatron_zpp.model.activations import head_bytes
 from torch import Tensor
 
 from harness.live_bytes import LiveBytes
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.model.activations import head_bytes
 from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.ops import extension
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from gpu.session import RankPlace, Session
+from megatron_zpp.parallel.link_work import LinkWorkOfUses
 
 from harness.counting_backend import CountingBackend
 from harness.worlds import TurnLanes, run_world
@@ -14,8 +15,8 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.link_work import LinkWorkOfUses
-from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, plan_as_given
+from megatron_zpp.training.members import PlannedWorld
+from megatron_zpp.training.run_plan import RunPlan, plan_as_given
 from megatron_zpp.training.step import token_losses
 
 CPU = torch.device("cpu")

@@ -29,6 +29,7 @@ SIZES = {
     "benchmarks/paper_table.py": "--output made.md",
     "benchmarks/quantization.py": "--megabytes 1 --rounds 1 --reference-rounds 1 --output made.json",
     "benchmarks/reshard.py": "--rounds 1 --output made.json",
+    "benchmarks/sockets.py": "--rounds 1 --output made.json",
     "benchmarks/train_step.py": "--smoke --output made.json",
 }
 

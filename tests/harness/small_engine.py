@@ -161,6 +161,14 @@ def _held_by_one(param: ParamSpec, tensor_ranks: int, tensor_rank: int) -> Param
     return replace(param, division=Division.evenly(whole_shape, 0, tensor_ranks, tensor_rank))
 
 
+def held_specs(specs: tuple[UnitSpec, ...], grid: Grid, rank: int, *, shares: bool = True) -> tuple[UnitSpec, ...]:
+    """The units that a rank holds: of ladders beside each other all hold the same elements, or each has its own."""
+    if grid.tensor_ranks == 1:
+        return specs
+    held, tensor_rank = _held_by_all if shares else _held_by_one, grid.tensor_rank_of(rank)
+    return tuple(replace(unit, params=tuple(held(param, grid.tensor_ranks, tensor_rank) for param in unit.params)) for unit in specs)
+
+
 def initial_values(name: str, numel: int, ndim: int, start: int, stop: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(numel, generator=generator) * (0.4 if ndim > 1 else 0.1)
@@ -184,6 +192,19 @@ class Job:
     adam: AdamOptions = AdamOptions()
     make_codec: CodecFactory = make_codec
     counts_zeros: bool = False
+
+    def options(self) -> EngineOptions:
+        return EngineOptions(
+            self.policy,
+            self.dtype,
+            self.block_numel,
+            self.prefetch,
+            self.adam,
+            self.clip_grad,
+            self.full_precision_iterations,
+            counts_zeros=self.counts_zeros,
+            make_codec=self.make_codec,
+        )
 
 
 class RecordingLanes(TurnLanes):
@@ -221,29 +242,14 @@ class Rank:
         self.ledger = Ledger(self.backend.grid, self.backend.rank)
         ladder = Ladder(self.backend, self.lanes, self.ledger, CPU, self.streams)
         self.model = self._make_model(ladder)
-        options = EngineOptions(
-            self.job.policy,
-            self.job.dtype,
-            self.job.block_numel,
-            self.job.prefetch,
-            self.job.adam,
-            self.job.clip_grad,
-            self.job.full_precision_iterations,
-            counts_zeros=self.job.counts_zeros,
-            make_codec=self.job.make_codec,
-        )
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None
-        self.engine = ZeroEngine(self.model, self._unit_specs(), self.model.uses(), options, ladder, scaler)
+        self.engine = ZeroEngine(self.model, self._unit_specs(), self.model.uses(), self.job.options(), ladder, scaler)
 
     def _make_model(self, ladder: Ladder) -> Any:
         return SmallModel(self.job.shape, self.job.dtype)
 
     def _unit_specs(self) -> tuple[UnitSpec, ...]:
-        grid, specs = self.backend.grid, self.model.unit_specs()
-        if grid.tensor_ranks == 1:
-            return specs
-        held, tensor_rank = _held_by_all if self.shares else _held_by_one, grid.tensor_rank_of(self.backend.rank)
-        return tuple(replace(unit, params=tuple(held(param, grid.tensor_ranks, tensor_rank) for param in unit.params)) for unit in specs)
+        return held_specs(self.model.unit_specs(), self.backend.grid, self.backend.rank, shares=self.shares)
 
     def loss(self, step: int, microbatch: int = 0) -> Tensor:
         tokens, labels = self.batch(step, microbatch)

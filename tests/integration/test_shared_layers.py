@@ -12,7 +12,8 @@ from harness.tiny_runs import MODEL, losses, pretrain, validation_losses
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.training.run_plan import PlannedWorld, plan_as_given
+from megatron_zpp.training.members import PlannedWorld
+from megatron_zpp.training.run_plan import plan_as_given
 
 SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
 RUN = "--zeropp paper --seed 5 --global-batch-size 8 --train-iters 4 --eval-iters 1 --eval-interval 2 --attention-dropout 0"

@@ -15,12 +15,12 @@ from harness.divided_gpt import GptRank
 from harness.same_gpt import divided_gpt, whole_gpt
 from harness.small_engine import Job, RecordingLanes, random_pauses
 from harness.worlds import run_world
+from megatron_zpp.model.kept_need import kept_inputs_shape
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.kept_places import Arena, NewPlaces, Places
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.model.kept_need import kept_inputs_shape
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Link
 from megatron_zpp.tensor_parallel.context import TensorParallel

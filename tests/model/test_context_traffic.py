@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from harness.small_gpt import small_config
-
 from megatron_zpp.model.context_traffic import DividedSamples
 from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWork
 

@@ -6,10 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 from harness.small_gpt import ARCHITECTURES, sample_batch, small_gpt
+from megatron_zpp.model.activations import mask_bytes
 from torch import Tensor
 
 from megatron_zpp.model import document_attention
-from megatron_zpp.model.activations import mask_bytes
 from megatron_zpp.model.attention_kernel import HeadShape
 from megatron_zpp.model.document_attention import MaskedDocuments, has_varlen, separated
 from megatron_zpp.model.gpt import GPT

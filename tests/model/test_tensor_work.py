@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from harness.small_gpt import small_config
-
-from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.model.tensor_work import LOSS_BYTES, tensor_work
 from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWork, LinkWorkOfUses
+
+from megatron_zpp.model.shapes import ModelShape
 
 LAYERS, HIDDEN, LENGTH, SAMPLES, ELEMENT_BYTES = 6, 64, 32, 3, 2
 TOKENS = SAMPLES * LENGTH

@@ -14,7 +14,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import embedding_rows
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.training.run_plan import shape_of
+from megatron_zpp.training.sharding import shape_of
 
 MODELS = Path(__file__).parents[2] / "scripts" / "models"
 GPT2_VOCABULARY = 50257

@@ -21,17 +21,18 @@ from harness.tool import run_tool
 from harness.trained_tokenizers import write_gpt2_files
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_zpp.zero.plan.time_model import StepTime
 from plan_estimates import WORTHWHILE, Estimate, choices, recommended
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.flops import model_flops
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.training.members import MEMBERS, Member
 from megatron_zpp.training.memory_need import memory_need
 from megatron_zpp.training.plan_words import COLUMNS
-from megatron_zpp.training.run_plan import MEMBERS, Member, RunPlan
+from megatron_zpp.training.run_plan import RunPlan
 from megatron_zpp.training.sharding import grid_of, sharding_of
-from megatron_zpp.zero.plan.time_model import StepTime
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
 RUN = [*MODEL.split(), "--quantization-block-size", "32", "--bf16", "--ranks-per-node", "2"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from harness.link_bytes import FULL, STEPS, Case, seen_by_ranks
+from megatron_zpp.parallel.link_work import LinkWorkOfUses
 
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.link_work import LinkWorkOfUses
 
 pytestmark = pytest.mark.virtual
 

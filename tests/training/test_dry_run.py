@@ -1,4 +1,4 @@
-"""--dry-run: the plan is that of the run, for any world, without torch; and whatever would end the run at its start ends the plan."""
+"""--dry-run: the plan is that of the run, for any world, and whatever would end the run at its start ends the plan."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from harness.tiny_corpus import write_corpus
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config, DataConfig
@@ -24,9 +25,9 @@ from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.dry_run import described_plan, planned_world_size
-from megatron_zpp.training.memory_need import in_gib, memory_need
+from megatron_zpp.training.memory_need import memory_need
 from megatron_zpp.training.plan_words import COLUMNS
-from megatron_zpp.training.sharding import grid_of, sharding_of
+from megatron_zpp.training.sharding import grid_of
 from pretrain_zeropp_gpt import main
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
@@ -46,9 +47,9 @@ def test_bytes_of_the_plan_are_the_closed_form_and_memory_is_that_of_the_run(sta
     parts = parts_of(f"--nodes 3 --ranks-per-node 2 --global-batch-size 24 --zero-stage {stage} --distributed-backend gloo")
     expected = inter_node_bytes(World(3, 2), stage, microbatches=4, element_bytes=2)
     assert parts["bytes per iteration"].startswith(f"{expected / 1e9:.4g} GB into a node")
-    flags = f"{MODEL} --quantization-block-size 32 --bf16 --zero-stage {stage}"
+    flags = f"{MODEL} --quantization-block-size 32 --bf16 --global-batch-size 24 --zero-stage {stage}"
     config = resolve(parse_flags(flags.split()), 6, 2)
-    need = memory_need(config, GPT(config.model, 104, 1, torch.bfloat16), sharding_of(config), grid_of(config, 6), is_on_gpu=False)
+    need = memory_need(config, 104, grid_of(config, 6), is_on_gpu=False)
     assert parts["memory per rank"] == f"{in_gib(need.total)}: {need}"
 
 
@@ -123,7 +124,7 @@ def test_an_offloaded_optimizer_is_described_with_the_host_s_parts_per_rank_and_
     parts = parts_of(flags)
     assert parts["sharding"] == "ZeRO-3 + optimizer on the host"
     config = resolve(parse_flags(f"{MODEL} --quantization-block-size 32 --bf16 --zero-stage 3 --cpu-offload".split()), 4, 2)
-    need = memory_need(config, GPT(config.model, 104, 1, torch.bfloat16), sharding_of(config), grid_of(config, 4), is_on_gpu=True)
+    need = memory_need(config, 104, grid_of(config, 4), is_on_gpu=True)
     words = f"{in_gib(need.host)}: {need.on_host()}; {in_gib(2 * need.host)} per node; AdamW has the cores of a node divided by 2"
     assert parts["host memory per rank"] == words and need.host > 0
     assert "moves nothing" in parts_of(f"{flags} --distributed-backend gloo")["host memory per rank"]
@@ -376,16 +377,21 @@ def test_a_plan_and_the_help_need_no_launcher_that_makes_sense(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--help", f"{RUN} --nodes 4 --ranks-per-node 8 --zero-stage 3 --teraflops 100 --inter-gigabits 100 --global-batch-size 64 --finetune"],
+    "flags, code",
+    [
+        ("--help", 0),
+        (f"{RUN} --zero-stag 3", 2),
+        (f"{RUN} --nodes 4 --ranks-per-node 8 --global-batch-size 3", 2),  # a rule
+        (f"{RUN} --global-batch-size 2 --load {{saved}} --num-layers 3", 2),
+        (f"{RUN} --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model missing.model", 2),
+    ],
 )
-def test_neither_torch_nor_numpy_is_imported(saved: Path, flags: str) -> None:
-    flags += "" if flags == "--help" else f" --load {saved}"
+def test_neither_torch_nor_numpy_is_imported_for_help_and_for_mistakes_in_flags(saved: Path, flags: str, code: int) -> None:
     program = (
-        f"import sys, pretrain_zeropp_gpt as entry; code = entry.main({flags.split()!r}); "
-        "sys.exit(code or not {'torch', 'numpy'}.isdisjoint(sys.modules))"
+        f"import sys, pretrain_zeropp_gpt as entry; code = entry.main({flags.format(saved=saved).split()!r}); "
+        "sys.exit(9 if {'torch', 'numpy'} & sys.modules.keys() else code)"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, capture_output=True).returncode == code
 
 
 @pytest.mark.parametrize("split, lengths", [("0,100,0", [20] * 4), ("1,1", [20]), ("1", [0])], ids=str)

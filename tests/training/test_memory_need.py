@@ -10,44 +10,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.memory_check import AvailableMemory, check_fits, smallest_nodes
-from megatron_zpp.training.memory_need import MemoryNeed, in_gib, memory_need
-from megatron_zpp.training.run_plan import shape_of
-from megatron_zpp.training.sharding import choose_policy
-from megatron_zpp.zero.plan.memory_plan import Sharding
-from megatron_zpp.zero.schedule import Prefetch
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need
+from megatron_zpp.training.plan.kinds import (
+    ACTIVATIONS,
+    COPY,
+    GATHERED,
+    GRADIENTS,
+    KEPT_INPUTS,
+    MAIN_WEIGHTS,
+    MOMENTS,
+    OPTIMIZER,
+    PAYLOADS,
+    PINNED,
+    WEIGHTS,
+)
+from megatron_zpp.training.sharding import grid_of, shape_of
 
 GIB = 2**30
+VOCABULARY = 50304
 TUTORIAL = "--num-layers 40 --hidden-size 6144 --seq-length 512 --num-attention-heads 32 --batch-size 1 --fp16 --checkpoint-activations"
 ZEROPP = "--zero-stage 3 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size"
 SMALL = "--num-layers 4 --hidden-size 256 --seq-length 64 --num-attention-heads 4 --batch-size 1 --fp16"
 
 
 class Run:
-    """A configuration in a world, with its model on the meta device."""
+    """A configuration in a world."""
 
     def __init__(self, flags: str, nodes: int, ranks_per_node: int, tensor_ranks: int = 1, context_ranks: int = 1) -> None:
         shared = f" --tensor-model-parallel-size {tensor_ranks} --context-parallel-size {context_ranks}"
         self.config: Config = resolve(parse_flags((flags + shared).split()), nodes * ranks_per_node, ranks_per_node)
-        self.model = shape_of(self.config, 50304)
-        partition_ranks = self.config.zero.zero_hpz_partition_size
-        if partition_ranks == 1:
-            partition_ranks = ranks_per_node // tensor_ranks
-        self.grid = Grid(nodes * ranks_per_node, ranks_per_node, partition_ranks, tensor_ranks, context_ranks)
-        self.sharding = Sharding(choose_policy(self.config.zero), 256, 2, Prefetch())
+        self.grid = grid_of(self.config, nodes * ranks_per_node)
 
     def need(self, *, is_on_gpu: bool = True) -> MemoryNeed:
-        return memory_need(self.config, self.model, self.sharding, self.grid, is_on_gpu=is_on_gpu)
+        return memory_need(self.config, VOCABULARY, self.grid, is_on_gpu=is_on_gpu)
+
+    def activations(self, *, is_on_gpu: bool = True) -> int:
+        return self.need(is_on_gpu=is_on_gpu).of(ACTIVATIONS)
 
     def check(
         self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True, is_after_start: bool = False
     ) -> MemoryNeed:
         available = AvailableMemory(available_bytes, host_bytes, is_after_start)
-        return check_fits(self.config, self.model, self.sharding, self.grid, is_on_gpu=is_on_gpu, available=available)
+        return check_fits(self.config, VOCABULARY, self.grid, is_on_gpu=is_on_gpu, available=available)
 
     def refusal(
         self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True, is_after_start: bool = False
@@ -60,21 +69,21 @@ class Run:
 def test_the_tutorials_model_needs_4_3_gib_of_states_per_rank_beside_its_copy_and_fits_its_64_gpus_of_32_gb() -> None:
     """4.29 GiB is 16 bytes x 18.43 billion parameters / 64, what the tutorial's log calls MemAllocated."""
     need = Run(f"{TUTORIAL} {ZEROPP} 16", 4, 16).need()
-    assert (need.plan.states - need.plan.secondary) / GIB == pytest.approx(4.29, abs=0.01)
-    assert need.plan.secondary / GIB == pytest.approx(18.43e9 * (1 + 4 / 256) / 16 / GIB, rel=0.01)
+    assert (need.states - need.of(COPY)) / GIB == pytest.approx(4.29, abs=0.01)
+    assert need.of(COPY) / GIB == pytest.approx(18.43e9 * (1 + 4 / 256) / 16 / GIB, rel=0.01)
     assert need.total < 32e9
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node", "gib"), [(1, 1, 275), (1, 8, 34.3)])
 def test_the_tutorials_model_on_fewer_ranks_needs_what_16_bytes_per_parameter_say(nodes: int, ranks_per_node: int, gib: float) -> None:
     need = Run(f"{TUTORIAL} --zero-stage 3", nodes, ranks_per_node).need()
-    assert need.plan.states / GIB == pytest.approx(gib, rel=0.002)
+    assert need.states / GIB == pytest.approx(gib, rel=0.002)
 
 
 @pytest.mark.parametrize("flags", ["--optimizer-cpu-offload", "--zero-quantized-weights", "--zero-hpz-partition-size 4"])
 def test_what_a_rank_keeps_of_the_weights_for_a_step_has_a_name_that_is_true_without_a_secondary_rung(flags: str) -> None:
     need = Run(f"{SMALL} --zero-stage 3 {flags}", 2, 4).need()
-    assert f"copy of weights {in_gib(need.plan.secondary)}" in str(need) and "secondary" not in str(need)
+    assert f"copy of weights {in_gib(need.of(COPY))}" in str(need) and "secondary" not in str(need)
 
 
 def test_a_run_that_fits_is_not_refused_and_neither_is_one_in_unknown_memory() -> None:
@@ -86,16 +95,8 @@ def test_a_run_that_lacks_one_byte_is_refused_with_every_part_in_figures() -> No
     run = Run(f"{TUTORIAL} {ZEROPP} 16", 1, 16)
     need = run.need()
     text = run.refusal(need.total - 1)
-    plan = need.plan
-    parts = {
-        "weights": plan.weights,
-        "gradients": plan.gradients,
-        "optimizer state": plan.optimizer_state,
-        "copy of weights": plan.secondary,
-        "CUDA context and workspaces": need.device.context + need.device.workspaces,
-        "NCCL buffers": need.device.communicators,
-    }
-    parts |= {"gathered units": need.gathered, "payload buffers": plan.buffers, "activations about": need.activations}
+    parts = {kind: need.of(kind) for kind in (WEIGHTS, GRADIENTS, OPTIMIZER, COPY, GATHERED, PAYLOADS, ACTIVATIONS)}
+    parts |= {"CUDA context and workspaces": need.device.context + need.device.workspaces, "NCCL buffers": need.device.communicators}
     assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
     assert f"each of the 16 ranks needs {in_gib(need.total)}" in text and f"has {in_gib(need.total - 1)} of GPU memory" in text
     world = "the smallest world that fits is 2 nodes of 16 ranks with this much memory each"
@@ -120,10 +121,9 @@ def test_a_larger_world_has_more_data_ranks_and_no_more_tensor_ranks() -> None:
 def test_two_ranks_that_share_layers_have_half_of_the_states_but_for_what_both_hold_and_less_activations(stage: int) -> None:
     flags = f"{SMALL} --zero-stage {stage}"
     alone, shared = Run(flags, 2, 2).need(), Run(flags, 2, 4, tensor_ranks=2).need()  # as many data ranks
-    assert 0.5 < shared.plan.states / alone.plan.states < 0.505
-    assert stage != 3 or 0.5 < shared.plan.gathered / alone.plan.gathered < 0.505
-    assert alone.activations / 2 < shared.activations < alone.activations
-    assert (alone.sharing, shared.sharing > 0) == (0, True)
+    assert 0.5 < shared.states / alone.states < 0.505
+    assert stage != 3 or 0.5 < shared.of(GATHERED) / alone.of(GATHERED) < 0.505
+    assert alone.of(ACTIVATIONS) / 2 < shared.of(ACTIVATIONS) < alone.of(ACTIVATIONS)
 
 
 LONG = "--num-layers 4 --hidden-size 256 --seq-length 16384 --num-attention-heads 8 --batch-size 1 --fp16 --zero-stage 3"
@@ -133,9 +133,9 @@ LONG = "--num-layers 4 --hidden-size 256 --seq-length 16384 --num-attention-head
 def test_activations_of_a_rank_fall_with_the_ranks_that_divide_samples_and_states_stay(kind: str) -> None:
     needs = {ranks: Run(f"{LONG} {kind} --vocab-size 1000", 1, 4, context_ranks=ranks).need(is_on_gpu=False) for ranks in (1, 2, 4)}
     for ranks in (2, 4):
-        assert needs[ranks].plan == needs[1].plan
+        assert needs[ranks].states == needs[1].states
         fixed = 2 * 50304 * 256 * 2 + 64 * 2**20  # gradients of head and embedding, and the logits of a chunk
-        assert needs[ranks].activations == pytest.approx(needs[1].activations / ranks, abs=4 * fixed)
+        assert needs[ranks].of(ACTIVATIONS) == pytest.approx(needs[1].of(ACTIVATIONS) / ranks, abs=4 * fixed)
 
 
 def test_a_run_whose_activations_do_not_fit_is_told_of_more_ranks_for_each_sample() -> None:
@@ -151,7 +151,6 @@ def test_a_run_whose_scores_do_not_fit_because_of_attention_dropout_is_told_so_f
     text = Run(dropping, 1, 8).refusal(200 * 2**20, is_on_gpu=False)
     assert "no number of such nodes is enough; choose --attention-dropout 0, --checkpoint-activations" in text
     assert "--attention-dropout" not in Run(f"{LONG} --attention-dropout 0", 1, 8).refusal(200 * 2**20, is_on_gpu=False)
-    assert "--attention-dropout" not in Run(f"{dropping} --attention-backend unfused", 1, 8).refusal(200 * 2**20, is_on_gpu=False)
     assert "--attention-dropout" not in Run(dropping, 1, 8).refusal(200 * 2**20)  # kernels of GPUs keep no scores
 
 
@@ -251,17 +250,17 @@ def test_where_activations_do_not_fit_beside_whole_logits_a_loss_in_chunks_is_a_
 
 def test_attention_dropout_on_the_cpu_keeps_scores() -> None:
     run = Run(SMALL, 1, 1)
-    assert run.need(is_on_gpu=False).activations > run.need(is_on_gpu=True).activations
+    assert run.activations(is_on_gpu=False) > run.activations()
 
 
 def test_attention_as_plain_products_keeps_scores_and_flash_alone_leaves_shared_heads_shared() -> None:
     shared = f"{SMALL} --group-query-attention"
-    need = Run(shared, 1, 1).need().activations
-    assert Run(f"{shared} --attention-backend flash", 1, 1).need().activations == need
+    need = Run(shared, 1, 1).activations()
+    assert Run(f"{shared} --attention-backend flash", 1, 1).activations() == need
     repeated = 4 * 64 * 2 * 2 * (4 - 1) * 64  # blocks, tokens, bytes, key and value, heads more than one, channels of a head
-    assert Run(f"{shared} --attention-backend fused", 1, 1).need().activations - need >= repeated
+    assert Run(f"{shared} --attention-backend fused", 1, 1).activations() - need >= repeated
     scores = 4 * 64 * 4 * 12 * 64  # blocks, tokens, heads, bytes of a score, scores
-    assert Run(f"{shared} --attention-backend unfused", 1, 1).need().activations - need > scores / 2
+    assert Run(f"{shared} --attention-backend unfused", 1, 1).activations() - need > scores / 2
 
 
 @pytest.mark.parametrize(("dropout", "kept", "beside"), [(0.0, 4, 12), (0.1, 9, 7)])
@@ -270,7 +269,7 @@ def test_on_gpus_plain_products_keep_scores_in_fp32_and_with_dropout_twice_and_a
 ) -> None:
     """The bytes of a score that benchmarks/fake_gpus.py has shown: of each block, and in the backward of one."""
     flags = f"{SMALL} --attention-backend unfused --attention-dropout {dropout} --max-position-embeddings 8192 --seq-length"
-    short, long = (Run(f"{flags} {tokens}", 1, 1).need().activations for tokens in (4096, 8192))
+    short, long = (Run(f"{flags} {tokens}", 1, 1).activations() for tokens in (4096, 8192))
     quadratic = (4 * kept + beside) * 4 * 4096**2  # blocks; heads, tokens x tokens
     assert long - 2 * short == pytest.approx(2 * quadratic, rel=0.01)  # what grows with tokens alone cancels
 
@@ -279,14 +278,14 @@ def test_on_gpus_there_are_no_fp32_values_of_a_chunk_of_logits_and_no_copies_of_
     run = Run(f"{SMALL} --zero-stage 3 --attention-backend flash --attention-dropout 0 --loss-chunk-tokens 32", 1, 1)
     model = run.config.model
     copies = model.num_layers * run.config.training.micro_batch_size * model.seq_length * model.heads_width * 2
-    assert run.need(is_on_gpu=False).activations - run.need().activations == 4 * 32 * 50304 + copies
+    assert run.activations(is_on_gpu=False) - run.activations() == 4 * 32 * 50304 + copies
 
 
 @pytest.mark.parametrize(("flags", "bytes_per_parameter"), [("", 12), ("--no-save-optim", 4)])
 def test_the_copy_for_async_save_is_host_memory_the_device_s_where_that_is_the_host(flags: str, bytes_per_parameter: int) -> None:
     plain, saving = (Run(f"{SMALL} --zero-stage 3 --save here {extra}", 1, 2) for extra in ("", f"--async-save {flags}"))
     copy = saving.need().save_copy
-    parameters = sum(math.prod(param.whole_shape) for unit in saving.model.unit_specs() for param in unit.params)
+    parameters = sum(math.prod(param.whole_shape) for unit in shape_of(saving.config, VOCABULARY).unit_specs() for param in unit.params)
     assert copy == pytest.approx(bytes_per_parameter * parameters / 2, rel=0.01)  # and padding
     assert saving.need(is_on_gpu=False).total == plain.need(is_on_gpu=False).total + copy
     assert saving.need().total == plain.need().total and plain.need().save_copy == 0
@@ -300,7 +299,7 @@ def test_where_activations_alone_do_not_fit_no_other_world_is_planned(monkeypatc
         return memory_need(*parts, **options)
 
     monkeypatch.setattr("megatron_zpp.training.memory_check.memory_need", counted)
-    assert "; no number of such nodes is enough; " in run.refusal(run.need().activations - 1)
+    assert "; no number of such nodes is enough; " in run.refusal(run.activations() - 1)
     assert len(plans) == 1
 
 
@@ -318,14 +317,13 @@ def test_a_cpu_has_neither_context_nor_workspaces_nor_buffers_of_nccl() -> None:
     run = Run(f"{SMALL} --zero-stage 3 --attention-dropout 0", 2, 2)
     on_cpu, on_gpu = run.need(is_on_gpu=False), run.need()
     assert on_cpu.device.total == 0 and on_gpu.device.total > GIB
-    of_gpu = on_gpu.plan.buffers + on_gpu.device.total + on_gpu.activations
-    assert on_gpu.total - of_gpu == on_cpu.total - on_cpu.plan.buffers - on_cpu.activations
+    assert on_gpu.total == on_gpu.tensors.total + on_gpu.device.total and on_gpu.states == on_cpu.states
     assert "CUDA" not in str(on_cpu) and "NCCL" not in str(on_cpu)
 
 
 def test_lanes_on_streams_of_a_gpu_need_fewer_buffers_than_the_thread_of_a_cpu() -> None:
     run = Run(f"{SMALL} --zero-stage 3", 2, 2)
-    assert run.need().plan.buffers < run.need(is_on_gpu=False).plan.buffers
+    assert run.need().of(PAYLOADS) < run.need(is_on_gpu=False).of(PAYLOADS)
 
 
 def test_one_rank_has_a_context_and_workspaces_and_no_buffers_of_nccl() -> None:
@@ -350,13 +348,22 @@ def test_a_larger_world_that_is_to_fit_into_free_memory_has_the_buffers_of_more_
     assert more.context == 0 and more.workspaces == two.device.workspaces
 
 
-@given(limit=st.integers(2, 5000), start=st.integers(1, 40))
-def test_the_search_finds_the_least_number_that_fits(limit: int, start: int) -> None:
-    assert smallest_nodes(lambda nodes: nodes >= limit, start) == max(limit, start + 1)
+@given(limit=st.integers(2, 1000), start=st.integers(1, 40), fixed=st.integers(0, 10**9), divided=st.integers(10**7, 10**12))
+def test_the_search_finds_the_least_number_that_fits(limit: int, start: int, fixed: int, divided: int) -> None:
+    def total(nodes: int) -> int:
+        return fixed + -(-divided // nodes)
+
+    limit = max(limit, start + 1)
+    assert smallest_nodes(total, total(limit), start) == limit
+
+
+@given(st.integers(2, 1000), st.integers(1, 40))
+def test_the_search_finds_it_whatever_the_bytes_that_fall(limit: int, start: int) -> None:
+    assert smallest_nodes(lambda nodes: int(nodes < limit), 0, start) == max(limit, start + 1)
 
 
 def test_the_search_ends_where_nothing_fits() -> None:
-    assert smallest_nodes(lambda nodes: False, 1) is None
+    assert smallest_nodes(lambda nodes: 2, 1, 1) is None
 
 
 # ---- the optimizer's state on the host
@@ -366,29 +373,24 @@ OFFLOADED = f"{SMALL} --zero-stage 3 --optimizer-cpu-offload --save x"
 
 def test_offload_moves_12_bytes_per_owned_parameter_from_the_device_to_the_host_and_adds_a_payload() -> None:
     plain, offloaded = Run(f"{SMALL} --zero-stage 3", 1, 2).need(), Run(f"{SMALL} --zero-stage 3 --cpu-offload", 1, 2).need()
-    owned = plain.plan.gradients // 4
-    assert offloaded.plan.host.states == 12 * owned and plain.host == 0
-    assert plain.plan.states == 16 * owned and offloaded.plan.states == 4 * owned + 2 * owned  # a payload of 2 bytes per owned parameter
-    assert offloaded.host == offloaded.plan.host.states + offloaded.plan.host.pinned
+    owned = plain.of(GRADIENTS) // 4
+    on_host = offloaded.tensors.on_host
+    assert on_host[MAIN_WEIGHTS] + on_host[MOMENTS] == 12 * owned and plain.host == 0
+    assert plain.states == 16 * owned and offloaded.states == 4 * owned + 2 * owned  # a payload of 2 bytes per owned parameter
+    assert offloaded.host == 12 * owned + on_host[PINNED]
 
 
 def test_without_a_gpu_offload_moves_nothing_and_needs_the_same_memory_and_a_payload() -> None:
     plain = Run(f"{SMALL} --zero-stage 3", 1, 2).need(is_on_gpu=False)
     offloaded = Run(f"{SMALL} --zero-stage 3 --cpu-offload", 1, 2).need(is_on_gpu=False)
-    assert offloaded.host == 0 and offloaded.total == plain.total + plain.plan.gradients // 2
+    assert offloaded.host == 0 and offloaded.total == plain.total + plain.of(GRADIENTS) // 2
 
 
 def test_too_little_host_memory_is_named_with_every_part_in_figures() -> None:
     run = Run(f"{OFFLOADED} --async-save", 1, 2)
     need = run.need()
     text = run.refusal(None, host_bytes=need.host - 1)
-    host = need.plan.host
-    parts = {
-        "main weights": host.weights,
-        "Adam's moments": host.optimizer_state,
-        "pinned staging": host.pinned,
-        "copy for --async-save": need.save_copy,
-    }
+    parts = {kind: need.tensors.on_host[kind] for kind in (MAIN_WEIGHTS, MOMENTS, PINNED)} | {"copy for --async-save": need.save_copy}
     assert text.startswith(f"--optimizer-cpu-offload, --async-save: each of the 2 ranks needs {in_gib(need.host)} of host memory (")
     assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
     assert f"and has {in_gib(need.host - 1)}; take more nodes, or leave --optimizer-cpu-offload or --async-save out." in text
@@ -421,7 +423,7 @@ def test_inputs_on_the_host_leave_the_device_but_for_two_and_are_named_where_the
 def test_inputs_state_and_saved_copy_share_the_host() -> None:
     run = Run(f"{RECOMPUTED} --checkpoint-in-cpu --optimizer-cpu-offload --save x --async-save", 1, 2)
     need = run.need()
-    assert need.host == need.plan.host.total + need.save_copy + 4 * HIDDEN_BYTES
+    assert need.tensors.on_host[KEPT_INPUTS] == 4 * HIDDEN_BYTES and need.host == sum(need.tensors.on_host.values()) + need.save_copy
     text = run.refusal(None, host_bytes=need.host - 1)
     flags = ["--optimizer-cpu-offload", "--checkpoint-in-cpu", "--async-save"]
     assert text.startswith(f"{', '.join(flags)}: ")
@@ -430,7 +432,7 @@ def test_inputs_state_and_saved_copy_share_the_host() -> None:
 
 def test_without_a_gpu_inputs_stay_in_the_same_memory_in_places_that_last() -> None:
     plain, on_host = (Run(f"{RECOMPUTED} {flag}", 1, 2).need(is_on_gpu=False) for flag in ("", "--checkpoint-in-cpu"))
-    assert on_host.host == 0 and on_host.kept_inputs.lasting == 4 * HIDDEN_BYTES == plain.activations - on_host.activations
+    assert on_host.host == 0 and on_host.of(KEPT_INPUTS) == 4 * HIDDEN_BYTES == plain.of(ACTIVATIONS) - on_host.of(ACTIVATIONS)
     assert on_host.total == plain.total
     assert f"inputs of recomputed chunks {in_gib(4 * HIDDEN_BYTES)}" in str(on_host)
 
@@ -449,4 +451,4 @@ def test_divided_inputs_take_their_part_and_an_arena_lasts_from_start_to_end() -
     )
     # The whole inputs that backward has come from the other half of what they save.
     assert plain.total - divided.total == 4 * HIDDEN_BYTES // 2 - 2 * HIDDEN_BYTES
-    assert arena.kept_inputs.lasting == 4 * HIDDEN_BYTES // 2 and arena.total == divided.total
+    assert arena.of(KEPT_INPUTS) == 4 * HIDDEN_BYTES // 2 and arena.total == divided.total

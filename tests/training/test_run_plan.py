@@ -1,25 +1,17 @@
 from __future__ import annotations
 
 import pytest
+from megatron_zpp.zero.plan.host_copies import KeptOnHost
+from megatron_zpp.zero.plan.traffic import planned_traffic
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.hardware import planned_machine
-from megatron_zpp.training.run_plan import (
-    MEMBERS,
-    Member,
-    PlannedWorld,
-    RunPlan,
-    computation_by_rate,
-    computation_by_step,
-    plan_as_given,
-    plan_run,
-)
+from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld
+from megatron_zpp.training.run_plan import RunPlan, plan_as_given, plan_run
 from megatron_zpp.training.sharding import sharding_of
-from megatron_zpp.zero.plan.host_copies import KeptOnHost
-from megatron_zpp.zero.plan.traffic import planned_traffic
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --bf16 --ranks-per-node 4"
 

@@ -10,12 +10,12 @@ import pytest
 from harness.counting_backend import CountingBackend
 from harness.link_bytes import FULL, STEPS, Case, seen_by_ranks, session_of
 from harness.worlds import TurnLanes, run_world
+from megatron_zpp.parallel.link_work import LinkWorkOfUses
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.link_work import LinkWorkOfUses
 from megatron_zpp.zero.shared_places import sharing_received_bytes
 
 pytestmark = pytest.mark.virtual

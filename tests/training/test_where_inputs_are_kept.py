@@ -25,8 +25,7 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training import kept_inputs
 from megatron_zpp.training.kept_inputs import about_kept_inputs, build_kept_inputs
 from megatron_zpp.training.memory_need import memory_need
-from megatron_zpp.training.plan.kinds import KEPT_INPUTS
-from megatron_zpp.training.sharding import grid_of
+from megatron_zpp.training.sharding import grid_of, shape_of, sharding_of
 from megatron_zpp.training.step import token_losses
 
 pytestmark = pytest.mark.virtual
@@ -138,8 +137,6 @@ def resolved(flags: str, ranks: int = 2) -> Config:
 @pytest.mark.parametrize("has_host", [False, True], ids=["CPU", "device with a host"])
 def test_places_are_made_at_the_start_with_the_bytes_of_the_plan(switches: str, has_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolved(switches)
-    tensors = memory_need(config, 40, grid_of(config, 2), is_on_gpu=has_host).tensors
-    lasting, on_host = (kinds.get(KEPT_INPUTS, 0) for kinds in (tensors.on_device, tensors.on_host))
     made: list[Any] = []
     make = kept_inputs.make_places
 
@@ -148,6 +145,7 @@ def test_places_are_made_at_the_start_with_the_bytes_of_the_plan(switches: str, 
         return made[-1]
 
     monkeypatch.setattr(kept_inputs, "make_places", noting)
+    need = memory_need(config, shape_of(config, 40), sharding_of(config), grid_of(config, 2), is_on_gpu=has_host).kept_inputs
 
     def program(backend: VirtualBackend) -> int:
         streams = Machine() if has_host else None
@@ -160,8 +158,8 @@ def test_places_are_made_at_the_start_with_the_bytes_of_the_plan(switches: str, 
     on_device = run_world(PAIR, program)
     is_on_host = has_host and "in-cpu" in switches
     assert [type(places) for places in made] == [HostPlaces if is_on_host else Arena] * 2
-    assert {places.nbytes for places in made} == {on_host if is_on_host else lasting}
-    assert on_device == [lasting] * 2 and (on_host > 0) == is_on_host
+    assert {places.nbytes for places in made} == {need.host if is_on_host else need.lasting}
+    assert on_device == [need.lasting] * 2 and (need.host > 0) == is_on_host
 
 
 def test_without_a_switch_and_where_nothing_is_divided_autograd_keeps_the_inputs() -> None:

@@ -12,13 +12,13 @@ import torch
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, train_world
 from harness.worlds import run_world
+from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.pieces import owned_pieces
-from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan
 from megatron_zpp.zero.policy import (
     POLICIES,
     ZEROPP,

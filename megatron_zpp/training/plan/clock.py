@@ -1,4 +1,4 @@
-"""Plays the program of a step on a machine, and says how long it takes (no torch).
+"""Plays the program of a step on a machine, and says how long it takes.
 
 Assumptions:
 - A link carries one hop at a time, first come, first served: `bytes / rate`, plus a constant for every collective. Both directions of a
@@ -8,10 +8,10 @@ Assumptions:
 - A collective between N nodes also takes the latency of their link once for each of its rounds, one after the other: N - 1 for a gather
   (a ring), 1 for an exchange, in which every node sends to all others at once. Other hops use the link meanwhile. At the end of a step two
   gathers bring numbers to all ranks, and nothing runs beside them.
-- Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).
-- Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
-  same, but one thread encodes and decodes for all lanes on the cores of computation, which stops meanwhile unless it waits (lanes on gloo).
-  Overlap.NONE: every hop is waited for where it is submitted.
+- Overlap.STREAMS: hops run beside computation and do not slow it down, encoding and decoding included (lanes on CUDA streams).
+  Overlap.THREAD: one thread encodes, sends, receives and decodes for all lanes on the cores of computation, which stops meanwhile unless it
+  waits (lanes on gloo). A payload is sent and received while it crosses its link. Overlap.NONE: every hop is waited for where it is
+  submitted.
 - Products take time, at a rate that is that of whole steps: so nothing else of the model does, nor an optimizer on the device. Casting and
   copying 16-bit values takes none either; quantizing costs a constant per value, and a Gaussian code another one, and one more for each
   round of its rotation.
@@ -23,9 +23,9 @@ Assumptions:
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_zpp.comm.ledger import Traffic
 from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
@@ -62,6 +62,7 @@ class StepTime:
     inter_link: float
     intra_link: float
     codecs: float
+    sockets: float = 0.0
     tensor_link: float = 0.0
     context_link: float = 0.0
     host_link: float = 0.0
@@ -78,6 +79,7 @@ class StepTime:
             "codecs": self.codecs,
         }
         others = {
+            "sending and receiving": self.sockets,
             "tensor link": self.tensor_link,
             "context link": self.context_link,
             "link to the host": self.host_link,
@@ -139,7 +141,7 @@ class _Clock:
         self._host_now = 0.0
         self._arrivals: list[float] = []  # when gradients are on the host
         self._host_link_free = {True: 0.0, False: 0.0}  # down, up
-        self._play = {
+        self._play: dict[type[Any], Callable[[Any], object]] = {
             Compute: self.compute,
             Cross: self._cross,
             Copy: self._copy,
@@ -342,9 +344,7 @@ class _ThreadClock(_Clock):
             self._move()
         super().compute(item)
         while self._next_start() < self.now:
-            before = self.busy["codecs"]
-            self._move()
-            self.now += self.busy["codecs"] - before
+            self.now += self._move()
 
     def _hop_at(self, lane: Lane, back: int) -> _ThreadHop | None:
         """A hop of this step or of an earlier one; None if it is of a step before the first that is played."""
@@ -355,19 +355,33 @@ class _ThreadClock(_Clock):
         found = first_move(self._queues.values(), self._thread_free)
         return found.start if found is not None else NEVER
 
-    def _move(self) -> None:
+    def _move(self) -> float:
+        """The seconds for which the thread has worked."""
         found = first_move(self._queues.values(), self._thread_free)
         if found is None:
             raise RuntimeError("computation waits for a hop that can never land")
-        hop = found.hop
+        hop, seconds = found.hop, 0.0
         if found.move is Move.LAUNCH:
             hop.launched = found.start
-            hop.crossed = self.transfer(hop.item, found.start)
+            seconds = self._socket(hop.item)
+            self._thread_free = found.start + seconds
+            hop.crossed = max(self._thread_free, self.transfer(hop.item, found.start))
         elif found.move is Move.LAND:
             self._queues[hop.item.lane].popleft()
-            self._thread_free = hop.landed = found.start + self.code(hop.item.after)
+            seconds = self.code(hop.item.after)
+            self._thread_free = hop.landed = found.start + seconds
         else:
-            self._thread_free = hop.prepared = found.start + self.code(hop.item.before)
+            seconds = self.code(hop.item.before)
+            self._thread_free = hop.prepared = found.start + seconds
+        return seconds
+
+    def _socket(self, item: Submit) -> float:
+        """Seconds that the cores take to send and receive a payload; adds them to `busy`."""
+        socket, traffic = self.machine.socket, item.traffic
+        per_byte = socket.gathered if item.lane.direction is Direction.CLIMB else socket.exchanged
+        seconds = (traffic.inter_bytes + traffic.intra_bytes) * per_byte
+        self.busy["sockets"] += seconds
+        return seconds
 
 
 _CLOCKS: dict[Overlap, type[_StreamClock] | type[_ThreadClock]] = {

@@ -44,6 +44,18 @@ class CodecSpeed:
 
 
 @dataclass(frozen=True)
+class SocketSpeed:
+    """Seconds of the cores that compute for each byte that a rank receives, in a gather and in an exchange; sending others' is included."""
+
+    gathered: float = 0.0
+    exchanged: float = 0.0
+
+    def times(self, factor: float) -> SocketSpeed:
+        """The speed where each byte takes `factor` times as long."""
+        return SocketSpeed(factor * self.gathered, factor * self.exchanged)
+
+
+@dataclass(frozen=True)
 class HostSpeed:
     """The host of the GPUs of a node. bytes_per_second: between it and each of them, in each direction.
 
@@ -60,7 +72,7 @@ class Machine:
 
     flops_per_second: of the products of one rank.
     inter_exchange_efficiency: share of the inter link's rate that hops of quantized values reach. tensor: the link between ranks that share
-    layers; None: as fast as `intra`. host: None if the device is the host.
+    layers; None: as fast as `intra`. host: None if the device is the host. socket: counts where a thread carries lanes (Overlap.THREAD).
     """
 
     inter: LinkSpeed
@@ -71,6 +83,7 @@ class Machine:
     inter_exchange_efficiency: float = 1.0
     tensor: LinkSpeed | None = None
     host: HostSpeed | None = None
+    socket: SocketSpeed = SocketSpeed()
 
     @property
     def tensor_link(self) -> LinkSpeed:

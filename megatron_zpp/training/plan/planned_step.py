@@ -180,14 +180,15 @@ class _ModelJob:
 
     @classmethod
     def of(cls, config: Config, grid: Grid, padded_vocab_size: int, workspace: Workspace) -> _ModelJob:
-        data, of_any_partition = config.data, replace(grid, partition_ranks=1)
+        data, nodes = config.data, max(1, grid.context_ranks // grid.ladder.ranks_per_node)
+        of_any_world = replace(grid, world_size=nodes * grid.ranks_per_node, partition_ranks=1)  # other samples are on other ranks
         return cls(
             config.model,
             config.distributed,
             config.precision,
             config.training.micro_batch_size,
             (data.reset_position_ids, data.reset_attention_mask),
-            of_any_partition,
+            of_any_world,
             padded_vocab_size,
             workspace,
             config,

@@ -7,7 +7,6 @@ layer can be repeated for others that are alike.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
 
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.ops.planned import CodecWork
@@ -75,6 +74,7 @@ class Submit:
 
     lane: Lane
     traffic: Traffic
+    unit: str = ""
     follows_on: Lane | None = None
     follows: int = 0
     before: CodecWork = CodecWork()
@@ -124,7 +124,7 @@ class Arrived:
     back: int
 
 
-Item = Union[Compute, Cross, Copy, Mark, Await, Follow, Submit, Wait, Booked, GatherNumbers, UpdateOnHost, ComeDown, Arrived]
+Item = Compute | Cross | Copy | Mark | Await | Follow | Submit | Wait | Booked | GatherNumbers | UpdateOnHost | ComeDown | Arrived
 
 
 @dataclass

@@ -272,7 +272,7 @@ class RecordedLanes:
         self._items: WeakKeyDictionary[Hop, Submit] = WeakKeyDictionary()
 
     def submit(self, hop: Hop) -> None:
-        item = Submit(hop.lane, hop.traffic)
+        item = Submit(hop.lane, hop.traffic, hop.name)
         if hop.after is not None:
             item.follows_on, item.follows = hop.after.lane, self._back(hop.after)
         self._items[hop] = item

@@ -12,13 +12,15 @@ from figures.results import results
 from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
 from megatron_zpp.model.flops import hardware_flops
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
-from megatron_zpp.training.memory_need import MemoryNeed, in_gib
-from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
-from megatron_zpp.zero.plan.time_model import StepTime
+from megatron_zpp.training.members import PlannedWorld
+from megatron_zpp.training.memory_need import MemoryNeed
+from megatron_zpp.training.plan.clock import StepTime
+from megatron_zpp.training.run_plan import RunPlan, plan_as_given
 
 GIB = 2**30
 ZEROPP = "docs/zeropp.md"
@@ -61,7 +63,7 @@ def recomputed(flags: str) -> list[object]:
 def time_of(flags: str) -> StepTime:
     """Of the example with 7 billion parameters."""
     plan = plan_of(f"--zero-stage 3 --checkpoint-activations {flags}")
-    return plan.time(planned_machine(100, 100, is_on_gpu=True), computation_by_rate(plan.config, 32000, 80 * TERA))
+    return plan.time(planned_machine(100, 100, 80 * TERA, is_on_gpu=True))
 
 
 def hidden_adam() -> float:
