@@ -30,13 +30,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_zpp.model.activations import head_bytes
-
-from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.loss_chunks import ranges
 from megatron_zpp.monitor.memory import PROCESS_STATUS, max_resident_bytes, resident_bytes
+from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.ops.softmax_reference import row_chunks
+from megatron_zpp.training.plan.live_memory import Workspace, most_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIB = 2**20
@@ -173,9 +172,12 @@ class _GradientsInForward(torch.autograd.Function):
 
 
 def _planned_bytes(inputs: Inputs, chunk_tokens: int) -> int:
-    tokens, hidden_size = inputs.hidden_TH.shape
-    config = ModelConfig(hidden_size=hidden_size, loss_chunk_tokens=chunk_tokens)
-    return head_bytes(config, inputs.weight_VH.shape[0], tokens, inputs.weight_VH.element_size(), fuses_loss=False)
+    """Of a CPU, with the hidden states."""
+    given = (inputs.hidden_TH, inputs.weight_VH, inputs.labels_T)
+    hidden_TH, weight_VH, labels_T = (values.detach().to("meta").requires_grad_(values.requires_grad) for values in given)
+    with standing_for("cpu"):
+        made = most_bytes(lambda: head_loss(hidden_TH, weight_VH, labels_T, chunk_tokens).sum().backward(), Workspace(is_on_gpu=False))
+    return hidden_TH.nbytes + made
 
 
 def _peak_bytes(way: Way, inputs: Inputs) -> int:

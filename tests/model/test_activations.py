@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from harness.live_bytes import LiveBytes
-from harness.planned_rank import most_bytes, planned_activations
+from harness.planned_rank import peak_of_model, planned_activations
 from harness.small_gpt import VOCAB, small_config, small_gpt
 from torch import Tensor, nn
 
 from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
+from megatron_zpp.training.plan.live_memory import Workspace, most_bytes
 
-SHAPE = {"num_layers": 6, "hidden_size": 96, "ffn_hidden_size": 384, "kv_channels": 24, "num_attention_heads": 4}
+SHAPE: dict[str, Any] = {"num_layers": 6, "hidden_size": 96, "ffn_hidden_size": 384, "kv_channels": 24, "num_attention_heads": 4}
 SHAPE |= {"seq_length": 64, "max_position_embeddings": 64}
 SAMPLES = 3
 
@@ -90,16 +90,14 @@ def test_the_planned_peak_of_head_and_loss_is_the_measured_one(vocabulary: int, 
     hidden, weight, labels = values("cpu")
     with LiveBytes() as measured:
         head_loss(hidden, weight, labels, chunk).sum().backward()
-    totals = [0]
-    live = LiveMemory(Workspace(is_on_gpu=False), lambda nbytes: totals.append(live.total + nbytes))
     hidden, weight, labels = values("meta")
-    with standing_for("cpu"), live, live.of_kind("activations"):
-        head_loss(hidden, weight, labels, chunk).sum().backward()
-    assert max(totals) == pytest.approx(measured.peak, rel=0.01)
+    with standing_for("cpu"):
+        planned = most_bytes(lambda: head_loss(hidden, weight, labels, chunk).sum().backward(), Workspace(is_on_gpu=False))
+    assert planned == pytest.approx(measured.peak, rel=0.01)
 
 
 def planned_bytes(vocabulary: int = VOCAB, samples: int = 1, *, is_on_gpu: bool = True, **changes: Any) -> int:
-    return most_bytes(
+    return peak_of_model(
         planned_activations(small_config(**changes), vocabulary, samples, torch.bfloat16, Grid.of_nodes(1, 1), is_on_gpu=is_on_gpu)
     )
 
@@ -126,7 +124,9 @@ def test_where_heads_are_repeated_for_their_queries_a_plan_counts_them_as_often_
     def of_block(dtype: torch.dtype, groups: int) -> int:
         shape: dict[str, Any] = {"num_attention_heads": 6, "num_query_groups": groups, "seq_length": 512, "max_position_embeddings": 512}
         configs = [small_config(num_layers=layers, **shape) for layers in (4, 5)]
-        fewer, more = (most_bytes(planned_activations(config, VOCAB, 1, dtype, Grid.of_nodes(1, 1), is_on_gpu=True)) for config in configs)
+        fewer, more = (
+            peak_of_model(planned_activations(config, VOCAB, 1, dtype, Grid.of_nodes(1, 1), is_on_gpu=True)) for config in configs
+        )
         return more - fewer
 
     assert of_block(torch.float32, 2) == of_block(torch.float32, 6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.context_ranks import run_context_ranks
 from harness.live_bytes import LiveBytes
-from harness.planned_rank import most_bytes, planned_activations
+from harness.planned_rank import peak_of_model, planned_activations
 from harness.small_gpt import small_config
 from harness.tensor_ranks import run_tensor_ranks
 from torch import Tensor
@@ -61,7 +61,8 @@ def _kept(
 @token_orders
 def test_a_recomputed_chunk_keeps_the_hidden_states_that_a_rank_has(sequence_parallel: bool) -> None:
     hidden = SAMPLES * SHAPE["seq_length"] * SHAPE["hidden_size"] * 4 // (2 if sequence_parallel else 1)
-    chunks, whole = ({"recompute_granularity": "full", "recompute_num_layers": count} for count in (1, 6))
+    kinds: list[dict[str, Any]] = [{"recompute_granularity": "full", "recompute_num_layers": count} for count in (1, 6)]
+    chunks, whole = kinds
     of_chunks, of_whole = (kept_bytes(torch.float32, 2, sequence_parallel=sequence_parallel, **kind) for kind in (chunks, whole))
     assert of_chunks - of_whole == 5 * hidden
     deeper, shallower = (planned_bytes(2, sequence_parallel=sequence_parallel, **(chunks | {"num_layers": layers})) for layers in (12, 6))
@@ -70,7 +71,7 @@ def test_a_recomputed_chunk_keeps_the_hidden_states_that_a_rank_has(sequence_par
 
 def planned_bytes(ranks: int, *, sequence_parallel: bool, is_on_gpu: bool = False, **changes: Any) -> int:
     grid = Grid.of_nodes(1, ranks, ranks)
-    return most_bytes(
+    return peak_of_model(
         planned_activations(
             small_config(**(SHAPE | changes)), VOCAB, SAMPLES, torch.float32, grid, sequence_parallel=sequence_parallel, is_on_gpu=is_on_gpu
         )
