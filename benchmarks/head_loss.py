@@ -33,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.loss_chunks import ranges
 from megatron_zpp.monitor.memory import PROCESS_STATUS, max_resident_bytes, resident_bytes
+from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.ops.softmax_reference import row_chunks
+from megatron_zpp.training.plan.live_memory import Workspace, most_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIB = 2**20
@@ -61,11 +63,12 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute head and loss. chunk_tokens: 0 for whole logits."""
+    """One way to compute head and loss. chunk_tokens: 0 for whole logits. planned_bytes: of the memory plan; None if it does not use it."""
 
     name: str
     chunk_tokens: int
     run: Callable[[], object]
+    planned_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Result:
     seconds: float
     of_whole: float
     peak_mib: float
+    planned_mib: float | None
 
 
 def main(arguments: list[str]) -> int:
@@ -112,15 +116,16 @@ def _measure(dtype: str, vocabulary: int, options: argparse.Namespace) -> Iterat
     for number, way in enumerate(ways):
         seconds = statistics.median(row[number] for row in rounds)
         of_whole = statistics.median(row[number] / row[0] for row in rounds)
-        yield Result(dtype, vocabulary, way.name, way.chunk_tokens, seconds, of_whole, peaks[number] / MIB)
+        planned = None if way.planned_bytes is None else way.planned_bytes / MIB
+        yield Result(dtype, vocabulary, way.name, way.chunk_tokens, seconds, of_whole, peaks[number] / MIB, planned)
 
 
 def _ways(inputs: Inputs, chunk_tokens: list[int]) -> Iterator[Way]:
     for chunk in [0, *chunk_tokens]:
         run = partial(_chunked, inputs, chunk)
-        yield Way("chunks" if chunk else "whole logits", chunk, run)
+        yield Way("chunks" if chunk else "whole logits", chunk, run, _planned_bytes(inputs, chunk))
     middle = sorted(chunk_tokens)[len(chunk_tokens) // 2]
-    yield Way("gradients in forward", middle, partial(_with_gradients_in_forward, inputs, middle))
+    yield Way("gradients in forward", middle, partial(_with_gradients_in_forward, inputs, middle), None)
 
 
 def _chunked(inputs: Inputs, chunk_tokens: int) -> None:
@@ -166,6 +171,15 @@ class _GradientsInForward(torch.autograd.Function):
         return grad_hidden_TH.mul_(grad_loss), grad_weight_VH.mul_(grad_loss).to(grad_hidden_TH.dtype), None, None
 
 
+def _planned_bytes(inputs: Inputs, chunk_tokens: int) -> int:
+    """Of a CPU, with the hidden states."""
+    given = (inputs.hidden_TH, inputs.weight_VH, inputs.labels_T)
+    hidden_TH, weight_VH, labels_T = (values.detach().to("meta").requires_grad_(values.requires_grad) for values in given)
+    with standing_for("cpu"):
+        made = most_bytes(lambda: head_loss(hidden_TH, weight_VH, labels_T, chunk_tokens).sum().backward(), Workspace(is_on_gpu=False))
+    return hidden_TH.nbytes + made
+
+
 def _peak_bytes(way: Way, inputs: Inputs) -> int:
     inputs.clear_gradients()
     ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator keeps would not be counted when it is used again
@@ -184,14 +198,15 @@ def _seconds(way: Way, inputs: Inputs) -> float:
 
 def _table(results: list[Result]) -> str:
     lines = [
-        "| | vocabulary | | tokens of a chunk | CPU s | of whole logits | peak, MiB |",
-        "|---|---:|---|---:|---:|---:|---:|",
+        "| | vocabulary | | tokens of a chunk | CPU s | of whole logits | peak, MiB | planned, MiB |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     return "\n".join([*lines, *(_row(result) for result in results)])
 
 
 def _row(result: Result) -> str:
-    figures = f"{result.seconds:.2f} | {result.of_whole:.2f} | {result.peak_mib:.0f}"
+    planned = "" if result.planned_mib is None else f"{result.planned_mib:.0f}"
+    figures = f"{result.seconds:.2f} | {result.of_whole:.2f} | {result.peak_mib:.0f} | {planned}"
     return f"| {result.dtype} | {result.vocabulary} | {result.way} | {result.chunk_tokens or ''} | {figures} |"
 
 

@@ -25,6 +25,7 @@ from megatron_zpp.comm.host_link import HostLink
 from megatron_zpp.comm.streams import CudaStreams
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.training.host_threads import own_cores
+from megatron_zpp.training.plan.kinds import MAIN_WEIGHTS, MIRRORS, MOMENTS, PINNED
 from megatron_zpp.zero.state_bytes import StateBytes
 
 GPU_SHAPE = "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --vocab-size 50257"
@@ -128,15 +129,16 @@ def train(outcome: Outcome, place: Place, flags: str) -> Trained:
         seconds.append(clock.perf_counter() - start)
         losses.append(float(loss.item()) / session.microbatches)
     update_seconds = seconds_of(place, session.engine.finish_updates)
-    plan = session.need.plan
+    on_host = session.need.tensors.on_host
+    planned_states = session.need.states + sum(on_host.get(kind, 0) for kind in (MAIN_WEIGHTS, MOMENTS, MIRRORS))
     outcome.check(
-        f"states hold {states.device:,} bytes on the device and {states.host:,} on the host as planned",
-        holds=(states.device, states.host) == (plan.states, plan.host.states),
+        f"states hold {states.device:,} bytes on the device and {states.host:,} on the host, together as planned",
+        holds=states.device + states.host == planned_states,
     )
     peak, planned = read_memory(place.device).max_allocated_bytes, session.need.beside(session.need.device).total
     if place.is_gpu:
         pinned = session.engine.ladder.host_link.pinned_bytes
-        outcome.check(f"{pinned:,} bytes of the host are pinned as planned", holds=pinned == plan.host.pinned)
+        outcome.check(f"{pinned:,} bytes of the host are pinned as planned", holds=pinned == on_host.get(PINNED, 0))
         outcome.check(
             f"the peak of {peak:,} bytes is at most {1 + PLAN_SLACK:.0%} of the planned {planned:,}",
             holds=peak <= (1 + PLAN_SLACK) * planned,

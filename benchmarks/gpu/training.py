@@ -197,9 +197,9 @@ def _report_phases(outcome: Outcome, timers: Timers) -> None:
 
 def _check_memory(outcome: Outcome, session: Session, place: Place) -> None:
     session.forward_backward(0)
-    states, plan = session.engine.state_bytes().device, session.need.plan
+    states, planned_states = session.engine.state_bytes().device, session.need.states
     session.engine.update(learning_rate=1e-4)
-    outcome.check(f"model states hold {states:,} bytes as planned ({plan.states:,})", holds=states == plan.states)
+    outcome.check(f"model states hold {states:,} bytes as planned ({planned_states:,})", holds=states == planned_states)
     peak = read_memory(place.device).max_allocated_bytes
     planned = session.need.beside(session.need.device).total  # what torch's allocator gives
     outcome.measure(model_state_bytes=states, planned_total_bytes=planned, peak_bytes=peak, plan=str(session.need))

@@ -100,11 +100,6 @@ def link_traffic(grid: Grid, rank: int, link: Link, bytes_per_member: int) -> Tr
     return _received(grid, rank, grid.members(link, rank), bytes_per_member)
 
 
-def context_link_traffic(grid: Grid, nbytes: int) -> Traffic:
-    """What every rank receives if `nbytes` come from the other members of its context link, as many from each."""
-    return Traffic() if grid.context_ranks == 1 else link_traffic(grid, 0, Link.CONTEXT, nbytes // (grid.context_ranks - 1))
-
-
 def _received(grid: Grid, rank: int, senders: Iterable[int], bytes_per_member: int) -> Traffic:
     others = [sender for sender in senders if sender != rank]
     within = sum(grid.share_node(rank, other) for other in others)

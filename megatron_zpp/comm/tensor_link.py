@@ -21,9 +21,16 @@ from megatron_zpp.comm.ledger import Category, Ledger
 from megatron_zpp.comm.operation import Operation, Stage
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.streams import Streams
-from megatron_zpp.comm.tensor_bytes import padded_part_numel
 from megatron_zpp.comm.waits import Waits
 from megatron_zpp.parallel.topology import TENSOR_ACROSS
+
+_ALIGNMENT = 16  # bytes; a part is a whole number of them, so that kernels read and write 16 at a time
+
+
+def padded_part_numel(numel: int, ranks: int, element_bytes: int) -> int:
+    """The elements of one rank's part of `numel`: as few as possible, and a whole number of 16 bytes."""
+    step = ranks * max(1, _ALIGNMENT // element_bytes)
+    return -(-numel // step) * step // ranks
 
 
 class TensorLink(GroupLink):

@@ -1,10 +1,10 @@
-"""How many inputs of recomputed chunks a rank keeps, and how large they are, from the configuration alone (no torch)."""
+"""How many inputs of recomputed chunks a rank keeps, and how large they are, from the configuration alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.comm.tensor_bytes import padded_part_numel
+from megatron_zpp.comm.tensor_link import padded_part_numel
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_chunks
 

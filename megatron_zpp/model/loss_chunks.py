@@ -21,11 +21,6 @@ def has_chunks(tokens: int, chunk_tokens: int) -> bool:
     return 0 < chunk_tokens < tokens
 
 
-def chunk_logits(tokens: int, vocabulary: int, chunk_tokens: int) -> int:
-    """The most logits that exist at once."""
-    return (chunk_tokens if has_chunks(tokens, chunk_tokens) else tokens) * vocabulary
-
-
 def ranges(length: int, step: int) -> Iterator[slice]:
     """Neighbouring slices of `step` places of a dim; the last one may be shorter."""
     for start in range(0, length, step):

@@ -23,8 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_zpp.comm.group_link import Pending
 from megatron_zpp.comm.kept_places import Kept, Places
-from megatron_zpp.comm.tensor_bytes import padded_part_numel
-from megatron_zpp.comm.tensor_link import TensorLink
+from megatron_zpp.comm.tensor_link import TensorLink, padded_part_numel
 
 
 class KeptInputs:

@@ -7,13 +7,20 @@ import torch
 from megatron_zpp.comm.kept_places import NewPlaces, make_places
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.schema import Config
+from megatron_zpp.model.kept_inputs import kept_inputs_shape
 from megatron_zpp.tensor_parallel.kept_inputs import KeptInputs
-from megatron_zpp.training.sharding import kept_shape
 
 
 def build_kept_inputs(config: Config, dtype: torch.dtype, ladder: Ladder) -> KeptInputs | None:
     """Allocates its memory, if it is to last. Returns None if the graph of autograd keeps the inputs. dtype: of activations."""
-    model, shape = config.model, kept_shape(config, ladder.grid)
+    model, grid = config.model, ladder.grid
+    shape = kept_inputs_shape(
+        model,
+        config.training.micro_batch_size,
+        grid.tensor_ranks,
+        sequence_parallel=config.distributed.sequence_parallel,
+        context_ranks=grid.context_ranks,
+    )
     if shape.chunks == 0:
         return None
     link = ladder.tensor_link if shape.ranks > 1 else None

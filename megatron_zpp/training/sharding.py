@@ -1,4 +1,4 @@
-"""How the flags shard a model, divide its samples, and keep inputs of recomputed chunks. Runs and plans use it (no torch)."""
+"""How the flags shard a model and divide its samples (no torch)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
 from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
 from megatron_zpp.config.rules_zero import partition_ranks
 from megatron_zpp.config.schema import Config, PrecisionConfig, ZeroConfig
-from megatron_zpp.model.kept_inputs import KeptInputsShape, kept_inputs_shape
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.layout import FlatLayout
@@ -92,14 +91,3 @@ def layouts_of(config: Config, padded_vocab_size: int, grid: Grid) -> list[FlatL
     """The layout of every unit."""
     specs = shape_of(config, padded_vocab_size).unit_specs()
     return [FlatLayout(spec.params, grid.data_ranks, config.zero.quantization_block_size) for spec in specs]
-
-
-def kept_shape(config: Config, grid: Grid) -> KeptInputsShape:
-    """How a rank of this run keeps the input of a recomputed chunk."""
-    return kept_inputs_shape(
-        config.model,
-        config.training.micro_batch_size,
-        grid.tensor_ranks,
-        sequence_parallel=config.distributed.sequence_parallel,
-        context_ranks=grid.context_ranks,
-    )

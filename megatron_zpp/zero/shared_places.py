@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_zpp.comm.code import Runs
-from megatron_zpp.comm.tensor_bytes import gathered_bytes
 from megatron_zpp.parallel.division import Division, Gradient, SharedRange
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.zero.layout import FlatLayout, Segment
@@ -65,15 +64,7 @@ def most_shared_numel(layouts: Sequence[FlatLayout], slices: int) -> int:
 
 def sharing_received_bytes(numel: int, tensor_ranks: int) -> int:
     """Bytes that a rank receives once per step over the tensor link to make `numel` shared elements equal."""
-    return gathered_bytes(_FP32_BYTES * numel, tensor_ranks)
-
-
-def sharing_buffer_bytes(numel: int, tensor_ranks: int) -> int:
-    """Bytes that exist meanwhile: the rank's own gradients of `numel` shared elements one after the other, and those of all tensor ranks.
-
-    They are needed after the last descent has landed and before the norm is computed, so not together with the norm's.
-    """
-    return _FP32_BYTES * (tensor_ranks + 1) * numel if tensor_ranks > 1 else 0
+    return (tensor_ranks - 1) * _FP32_BYTES * numel
 
 
 def _by_region(layout: FlatLayout) -> Iterator[tuple[int, int]]:

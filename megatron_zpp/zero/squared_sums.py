@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron_zpp.ops.apex import apex_member
 from megatron_zpp.ops.device_kind import kind_of
-from megatron_zpp.zero.norm_memory import CHUNK_NUMEL
 
 # Called with the tensors of each unit, [numel] and not empty, and with their device. Returns [units] fp64; a unit without tensors has 0.
 SquaredSums = Callable[[Sequence[Sequence[Tensor]], torch.device], Tensor]
 
+CHUNK_NUMEL = 1 << 22  # on a CPU, elements are converted to fp64 one chunk at a time: 32 MiB
 _LARGEST_NUMEL = 1 << 30  # the kernels of torch._foreach_norm count the elements of a tensor in 32 bits
 
 

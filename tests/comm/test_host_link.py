@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.code import Runs
 from megatron_zpp.comm.codec import Regions
-from megatron_zpp.comm.host_link import HostLink
-from megatron_zpp.comm.host_slots import SLOTS
+from megatron_zpp.comm.host_link import SLOTS, HostLink
 
 pytestmark = pytest.mark.pure
 

@@ -17,7 +17,7 @@ from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Site
 from harness.fake_streams.sources import ordering_lines
-from harness.planned_rank import ON_GPU, peak_of, planned_step
+from harness.planned_engine import planned_step
 from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, train_world
 
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
@@ -88,8 +88,8 @@ class Case:
 
     def _planned_buffers(self) -> int:
         """The bytes of buffers in the planned step: payloads on their way, and secondary rungs if they are kept."""
-        planned = peak_of(planned_step(self.job, Grid.of_nodes(*self.world), ON_GPU)).by_kind
-        return planned[PAYLOADS] + (planned[COPY] if self.job.policy.weights_in_step is Rung.SECONDARY else 0)
+        planned = planned_step(self.job, Grid.of_nodes(*self.world), is_on_gpu=True).memory.on_device
+        return planned.get(PAYLOADS, 0) + (planned.get(COPY, 0) if self.job.policy.weights_in_step is Rung.SECONDARY else 0)
 
     def _with_more(self, rank: Rank, gpu: Gpu) -> list[tuple[float, float]]:
         snapshot = HostSnapshot(list(owned_pieces(rank.engine)), gpu.machine)

@@ -14,6 +14,7 @@ from harness.small_engine import LEARNING_RATE, Job, Rank
 from harness.worlds import TurnLanes, run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import Hop
+from megatron_zpp.comm.staging import Staging
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -27,18 +28,24 @@ class LiveStorages(LiveBytes):
         super().__init__()
         self._resizable: list[torch.UntypedStorage] = []
         self._counted = 0  # of these storages
+        self._staging: Staging | None = None
+        self.peak_beside_buffers = 0
 
     def begin(self, engine: ZeroEngine) -> None:
         """Forgets the peak so far. engine: made in the block."""
         self._resizable = [unit._full.untyped_storage() for unit in engine.units]
         self._counted = sum(unit._full.numel() * unit._full.itemsize for unit in engine.units)
-        self.peak = 0
+        self._staging = engine.ladder.staging
+        self.peak = self.peak_beside_buffers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before, self.peak = self.peak, 0
         result = super().__torch_dispatch__(func, types, args, kwargs)
         resized = sum(storage.nbytes() for storage in self._resizable) - self._counted
-        self.peak = max(before, max(self.peak, self.now) + resized)
+        most = max(self.peak, self.now) + resized
+        self.peak = max(before, most)
+        if self._staging is not None:
+            self.peak_beside_buffers = max(self.peak_beside_buffers, most - self._staging.allocated_bytes)
         return result
 
 
@@ -63,9 +70,13 @@ class LiveLanes(TurnLanes):
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank. states: of weights, gradients and optimizer, at the end of the last backward. staging: of all buffers."""
+    """Bytes of one rank. states: of weights, gradients and optimizer, at the end of the last backward.
+
+    staging: of the buffers of payloads, whose number depends on what the links carry at the same time. peak_beside_buffers: without them.
+    """
 
     peak: int
+    peak_beside_buffers: int
     states: int
     staging: int
 
@@ -85,7 +96,7 @@ def held_by_ranks(flags: str, grid: Grid, steps: int = 2, after_step: Callable[[
                 session.engine.update(1e-3)
                 after_step(session)
             session.close()
-            return Held(live.peak, states, session.engine.ladder.staging.allocated_bytes)
+            return Held(live.peak, live.peak_beside_buffers, states, session.engine.ladder.staging.allocated_bytes)
 
     return run_world(grid, program)
 
@@ -105,6 +116,6 @@ def held_by_small_ranks(job: Job, grid: Grid, steps: int = 2) -> list[Held]:
                 states = rank.engine.state_bytes().device
                 rank.engine.step(LEARNING_RATE)
             rank.engine.close()
-            return Held(live.peak, states, rank.engine.ladder.staging.allocated_bytes)
+            return Held(live.peak, live.peak_beside_buffers, states, rank.engine.ladder.staging.allocated_bytes)
 
     return run_world(grid, program)

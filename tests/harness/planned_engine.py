@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.small_engine import TOKENS, Job, SmallModel, held_specs
+from harness.small_engine import GLOBAL_BATCH, TOKENS, Job, SmallModel, held_specs
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.plan.clock import RECORDED_MICROBATCHES
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
@@ -20,7 +20,8 @@ def planned_step(job: Job, grid: Grid, *, is_on_gpu: bool = False, recorded: int
     workspace, model = Workspace(is_on_gpu, False), SmallModel(job.shape, job.dtype)
 
     def loss_of(live: LiveMemory) -> Tensor:
-        tokens, labels = (torch.empty((1, TOKENS), dtype=torch.int64, device=META) for _ in range(2))
+        samples = max(1, GLOBAL_BATCH // (grid.data_ranks * job.microbatches))
+        tokens, labels = (torch.empty((samples, TOKENS), dtype=torch.int64, device=META) for _ in range(2))
         loss: Tensor = model(tokens, labels)
         return loss
 

@@ -1,4 +1,4 @@
-"""Plans of small modules: the record of a module, and a run of the engine under it on tensors without values."""
+"""Plans of the memory of modules: the record of a module, and a run of the engine under it on tensors without values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from harness.small_engine import GLOBAL_BATCH, TOKENS, Job, SmallModel
-from megatron_zpp.comm.ledger import Category, Traffic
+from harness.live_rank import Held
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.gpt import GPT
@@ -17,10 +16,9 @@ from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.tensor_parallel.context import TensorParallel
-from megatron_zpp.training.plan.kinds import STATES
+from megatron_zpp.training.plan.kinds import COPY, OTHER, PAYLOADS, STATES
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.model_record import ModelRecord, record_model
-from megatron_zpp.training.plan.program import Booked
 from megatron_zpp.training.plan.recorder import (
     META,
     NoLanes,
@@ -33,39 +31,16 @@ from megatron_zpp.training.plan.recorder import (
 from megatron_zpp.training.plan.step_record import EngineRun, Peak, StepRecord
 from megatron_zpp.zero.engine_options import EngineOptions
 
-ON_CPU, ON_GPU = (Workspace(is_on_gpu) for is_on_gpu in (False, True))
+ON_CPU = Workspace(is_on_gpu=False)
 
 
-def recorded(
-    module: nn.Module, units: Sequence[UnitSpec], uses: Sequence[Use], loss_of: Callable[[], Tensor], workspace: Workspace = ON_CPU
-) -> ModelRecord:
-    """One micro-batch of a module on the meta device. loss_of: calls the module."""
-    return record_model(module, units, uses, Recorder(notes_streams=False), lambda live: loss_of(), workspace)
+def recorded(module: nn.Module, units: Sequence[UnitSpec], uses: Sequence[Use], loss_of: Callable[[], Tensor]) -> ModelRecord:
+    """One micro-batch of a module on the meta device, on a CPU. loss_of: calls the module."""
+    return record_model(module, units, uses, Recorder(notes_streams=False), lambda live: loss_of(), ON_CPU)
 
 
-def planned_step(job: Job, grid: Grid, workspace: Workspace = ON_CPU) -> StepRecord:
-    """A step of the small model (harness/small_engine.py) on a rank."""
-    model = SmallModel(job.shape, job.dtype)
-    samples = max(1, GLOBAL_BATCH // (grid.data_ranks * job.microbatches))
-
-    def loss() -> Tensor:
-        tokens, labels = (torch.empty(samples, TOKENS, dtype=torch.int64, device=META) for _ in range(2))
-        found: Tensor = model(tokens, labels)
-        return found
-
-    record = recorded(model, model.unit_specs(), model.uses(), loss, workspace)
-    return run_of(record, options_of(job), grid, job.microbatches, workspace)
-
-
-def options_of(job: Job) -> EngineOptions:
-    """The options that ranks of this job have."""
-    return EngineOptions(
-        job.policy, job.dtype, job.block_numel, job.prefetch, job.adam, job.clip_grad, job.full_precision_iterations, job.counts_zeros
-    )
-
-
-def run_of(record: ModelRecord, options: EngineOptions, grid: Grid, microbatches: int = 1, workspace: Workspace = ON_CPU) -> StepRecord:
-    return EngineRun(record, options, grid, workspace, []).run(microbatches)
+def run_of(record: ModelRecord, options: EngineOptions, grid: Grid, microbatches: int = 1) -> StepRecord:
+    return EngineRun(record, options, grid, ON_CPU, []).run(microbatches)
 
 
 def peak_of(step: StepRecord) -> Peak:
@@ -73,16 +48,21 @@ def peak_of(step: StepRecord) -> Peak:
     return peak
 
 
+def check_peak(planned: Mapping[str, int], held: Sequence[Held]) -> None:
+    """Raises AssertionError unless the planned bytes, by kind, hold what ranks had at once, and are at most 7 % more.
+
+    The most is without buffers of payloads and what codecs make beside them: those depend on links, which a plan takes for slow.
+    """
+    total, buffers = sum(planned.values()), planned.get(PAYLOADS, 0) + planned.get(COPY, 0)
+    assert total >= 0.99 * max(rank.peak for rank in held)
+    assert buffers >= max(rank.staging for rank in held)
+    assert total - buffers - planned.get(OTHER, 0) <= 1.07 * max(rank.peak_beside_buffers for rank in held)
+
+
 def states_of(step: StepRecord) -> Mapping[str, int]:
     """Bytes of states by kind, at the end of the last backward."""
     total = sum(step.states.values(), start=Counter[str]())
     return {kind: nbytes for kind, nbytes in total.items() if kind in STATES}
-
-
-def traffic_of(step: StepRecord, *categories: Category) -> Traffic:
-    """What the rank receives in a step."""
-    booked = [item for segment in step.segments for item in segment.items if isinstance(item, Booked)]
-    return sum((item.traffic for item in booked if item.category in categories), start=Traffic())
 
 
 def planned_activations(
@@ -115,7 +95,7 @@ def planned_activations(
         return record_model(model, model.unit_specs(), model.uses(), recorder, loss_of, workspace, places)
 
 
-def most_bytes(record: ModelRecord) -> int:
+def peak_of_model(record: ModelRecord) -> int:
     """The most bytes of the model's own tensors at once, with the gradients of weights while they are made."""
     now = most = sum(record.lasting.values())
     for part in record.parts:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.model import cross_entropy
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.head_loss import head_loss
-from megatron_zpp.model.loss_chunks import chunk_columns, chunk_logits, has_chunks, ranges
+from megatron_zpp.model.loss_chunks import chunk_columns, has_chunks, ranges
 from megatron_zpp.ops import softmax_reference
 
 SAMPLES, LENGTH, HIDDEN = 3, 7, 16
@@ -192,8 +192,7 @@ def test_a_label_beyond_the_vocabulary_is_an_error() -> None:
 def test_chunks_of_backward_cover_the_vocabulary_and_have_no_more_logits_than_those_of_forward(
     tokens: int, vocabulary: int, chunk_tokens: int
 ) -> None:
-    limit = chunk_logits(tokens, vocabulary, chunk_tokens)
-    assert limit == min(chunk_tokens or tokens, tokens) * vocabulary
+    limit = min(chunk_tokens or tokens, tokens) * vocabulary
     if not has_chunks(tokens, chunk_tokens):
         return
     parts = list(ranges(vocabulary, chunk_columns(tokens, vocabulary, chunk_tokens)))

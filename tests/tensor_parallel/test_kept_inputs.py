@@ -21,8 +21,7 @@ from torch import Tensor
 from megatron_zpp.comm.kept_places import Arena, HostPlaces, NewPlaces, Places
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.staging import Staging
-from megatron_zpp.comm.tensor_bytes import padded_part_numel
-from megatron_zpp.comm.tensor_link import TensorLink
+from megatron_zpp.comm.tensor_link import TensorLink, padded_part_numel
 from megatron_zpp.comm.waits import Waits
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.recompute import recomputed

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from harness.fake_streams.gpus import Gpu, run_on_gpus
-from harness.planned_rank import ON_GPU, planned_step, states_of
+from harness.planned_engine import planned_step
+from harness.planned_rank import states_of
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, train_world
 from harness.worlds import run_world
 
@@ -183,7 +184,7 @@ def slice_numel(rank: Rank) -> int:
 @pytest.mark.parametrize("row, world", [(row, [(1, 1), (1, 2), (2, 1), (2, 2)][index % 4]) for index, row in enumerate(ROWS)], ids=str)
 def test_states_on_device_and_host_are_those_of_the_plan_to_the_byte(row: str, world: tuple[int, int]) -> None:
     job = offloaded(job_of(ROWS[row]))
-    planned = sum(states_of(planned_step(job, Grid.of_nodes(*world))).values())
+    planned = sum(states_of(planned_step(job, Grid.of_nodes(*world)).engine).values())
 
     def program(backend: VirtualBackend) -> None:
         rank = Rank(job, backend)
@@ -210,7 +211,7 @@ def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or
     shape = ModelShape((17, 40))
     job = offloaded(job_of(ROWS[row], full_precision_iterations=exact_iterations, microbatches=microbatches, shape=shape))
 
-    plan = planned_step(job, Grid.of_nodes(*world), ON_GPU)
+    plan = planned_step(job, Grid.of_nodes(*world), is_on_gpu=True).engine
     states = states_of(plan)
     on_host = sum(plan.host_states.values(), start=Counter[str]())
 

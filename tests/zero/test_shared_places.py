@@ -20,7 +20,6 @@ from megatron_zpp.zero.shared_places import (
     Sharing,
     most_shared_numel,
     shared_places,
-    sharing_buffer_bytes,
     sharing_received_bytes,
 )
 
@@ -84,7 +83,7 @@ def test_one_tensor_rank_shares_nothing_and_pays_nothing() -> None:
     layouts = layouts_of("Llama 3", 1, 0, 2)
     assert shared_places(layouts, 0, 2, 1) == {}
     assert most_shared_numel(layouts, 2) == 0
-    assert sharing_received_bytes(7, 1) == sharing_buffer_bytes(7, 1) == 0
+    assert sharing_received_bytes(7, 1) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -95,7 +94,6 @@ def test_parts_for_another_number_of_tensor_ranks_are_refused(ranks: int) -> Non
 
 def test_a_rank_receives_what_the_others_have_and_keeps_its_own_beside_what_all_have() -> None:
     assert sharing_received_bytes(7, 4) == 3 * 7 * 4
-    assert sharing_buffer_bytes(7, 4) == (1 + 4) * 7 * 4
 
 
 def spec_of(runs: tuple[Run, ...], rank: int) -> ParamSpec:

@@ -11,9 +11,7 @@ from harness.small_engine import ROWS, Job, Rank
 from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.comm.code import Runs
 from megatron_zpp.zero import engine, squared_sums
-from megatron_zpp.zero.norm_memory import CHUNK_NUMEL, norm_bytes
 from megatron_zpp.zero.squared_sums import SquaredSums, squared_sums_at_once, squared_sums_by_chunks, squared_sums_for
 
 CPU = torch.device("cpu")
@@ -61,12 +59,6 @@ def test_every_row_gives_the_same_norm_when_all_units_are_added_at_once(monkeypa
     monkeypatch.setattr(engine, "squared_sums_for", lambda *_: squared_sums_at_once)
     histories = [run_world((2, 2), lambda backend, policy=policy: Rank(Job(policy), backend).train()) for policy in ROWS.values()]
     assert all(history == histories[0] for history in histories)
-
-
-def test_the_norm_of_a_slice_needs_an_fp64_copy_of_one_chunk() -> None:
-    assert norm_bytes(Runs(512, 96)) == 8 * 512
-    assert norm_bytes(Runs(96, 512)) == 8 * 512
-    assert norm_bytes(Runs(3 * CHUNK_NUMEL, 32)) == 8 * CHUNK_NUMEL
 
 
 def test_no_more_than_one_chunk_is_held_in_fp64_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

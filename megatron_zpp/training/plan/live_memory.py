@@ -204,6 +204,20 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(output.alias_info is not None and not output.alias_info.is_write for output in returns)
 
 
+def most_bytes(run: Callable[[], object], workspace: Workspace) -> int:
+    """The most bytes at once of the tensors that `run` makes on the meta device."""
+    most = 0
+
+    def note(taken: int) -> None:
+        nonlocal most
+        most = max(most, live.total + taken)
+
+    live = LiveMemory(workspace, note)
+    with live, live.of_kind(""):
+        run()
+    return most
+
+
 @cache
 def _makes_memory(func: Any) -> bool:
     """Whether an output of the operator is neither an argument nor a view of one."""

@@ -1,4 +1,4 @@
-"""What torch's operators cost: products by their operations, copies between device and host by their bytes, AdamW on a host by its values."""
+"""What operators cost: products by their operations, copies between device and host by their bytes, AdamW on a host by its values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _attention(query_BNSD: Tensor, key_BKSD: Tensor) -> float:
     return 2.0 * query_BNSD.numel() * key_BKSD.shape[2]
 
 
-# By operator, its operations. Backward of attention counts twice its forward, as everywhere in model FLOPs, although kernels repeat products.
+# By operator, its operations. Backward of attention counts twice its forward, as model FLOPs do, although kernels repeat products.
 FLOPS: dict[Any, Callable[..., float]] = {
     **dict.fromkeys((_aten.mm.default, _aten.mm.out, _aten.bmm.default), _product),
     **dict.fromkeys((_aten.addmm.default, _aten.addmm.out, _aten.baddbmm.default), lambda added, left, right: _product(left, right)),

@@ -42,7 +42,7 @@ def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @cache  # reading a schema takes longer than most operations
 def _written(operator: Any) -> bool | None:
-    """Whether the operator returns its first argument, to which it writes; False if it writes and returns nothing, None if it is another."""
+    """Whether the operator returns its first argument, to which it writes; False if it writes and returns nothing, else None."""
     schema = operator._schema
     if schema.name.endswith("_") and schema.arguments[0].alias_info is not None and schema.arguments[0].alias_info.is_write:
         return len(schema.returns) > 0
@@ -138,7 +138,8 @@ def _layer_norm(values: Tensor, shape: Sequence[int], *options: Any) -> tuple[Te
     """A GPU keeps means and deviations in fp32, a CPU in the dtype of the values."""
     rows = (*values.shape[: values.dim() - len(shape)], *[1] * len(shape))
     dtype = values.dtype if kind_of("meta") == "cpu" else torch.float32
-    return (values.new_empty(values.shape), *(values.new_empty(rows, dtype=dtype) for _ in range(2)))
+    mean, deviation = (values.new_empty(rows, dtype=dtype) for _ in range(2))
+    return values.new_empty(values.shape), mean, deviation
 
 
 def _layer_norm_backward(grad: Tensor, values: Tensor, shape: Sequence[int], mean: Tensor, deviation: Tensor, *parameters: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.context_ranks import run_ladders
 from harness.live_bytes import LiveBytes
-from harness.planned_rank import most_bytes, planned_activations
+from harness.planned_rank import peak_of_model, planned_activations
 from harness.small_gpt import ARCHITECTURES, LLAMA, small_config
 
 from megatron_zpp.comm.links import Ladder
@@ -60,6 +60,7 @@ CASES = [
     ("Llama 3", "chunks", "C = T = 2, own tokens", torch.float32),
     ("Qwen3, 1 key head", "kept", "C = 4", torch.bfloat16),
     ("Qwen3, 1 key head", "full", "C = T = 2", torch.float32),
+    ("Qwen3, 1 key head", "kept", "T = 2", torch.float32),
     ("scores", "full", "C = 2", torch.float32),
     ("scores", "selective", "C = T = 2", torch.bfloat16),
     ("scores", "first two", "C = 4", torch.float32),
@@ -105,7 +106,7 @@ def test_the_planned_peak_of_forward_and_backward_is_the_measured_one_within_a_h
     config = small_config(**SHAPE | MODELS[model] | KINDS[kind])
     context_ranks, tensor_ranks, sequence_parallel = (RANKS | ALONE)[ranks]
     grid = Grid.of_nodes(1, context_ranks * tensor_ranks, tensor_ranks, context_ranks)
-    planned = most_bytes(planned_activations(config, VOCAB, SAMPLES, dtype, grid, sequence_parallel=sequence_parallel))
+    planned = peak_of_model(planned_activations(config, VOCAB, SAMPLES, dtype, grid, sequence_parallel=sequence_parallel))
     assert planned == pytest.approx(peak_bytes(config, dtype, grid, sequence_parallel=sequence_parallel), rel=WITHIN)
 
 
@@ -114,7 +115,7 @@ def test_the_planned_peak_of_forward_and_backward_is_the_measured_one_within_a_h
 def test_the_planned_peak_of_every_architecture_is_the_measured_one(dtype: torch.dtype, architecture: str) -> None:
     changes = {**ARCHITECTURES[architecture], "num_attention_heads": 4}
     config, grid = small_config(**SHAPE | changes | {"seq_length": 128, "num_layers": 2}), Grid.of_nodes(1, 1)
-    planned = most_bytes(planned_activations(config, VOCAB, SAMPLES, dtype, grid))
+    planned = peak_of_model(planned_activations(config, VOCAB, SAMPLES, dtype, grid))
     assert planned == pytest.approx(peak_bytes(config, dtype, grid, sequence_parallel=False), rel=WITHIN)
 
 
@@ -125,7 +126,7 @@ def test_the_planned_peak_of_every_architecture_is_the_measured_one(dtype: torch
 def test_the_planned_peak_has_few_scores_and_chunks_of_the_loss(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     config = small_config(**SHAPE | MODELS["scores"] | {"seq_length": 128} | changes)
     grid = Grid.of_nodes(1, 2, 1, 2)
-    planned = most_bytes(planned_activations(config, 512, SAMPLES, dtype, grid))
+    planned = peak_of_model(planned_activations(config, 512, SAMPLES, dtype, grid))
     assert planned == pytest.approx(peak_bytes(config, dtype, grid, sequence_parallel=False, vocabulary=512), rel=WITHIN)
 
 
@@ -136,5 +137,5 @@ def test_the_planned_peak_of_a_rank_that_has_one_sample_and_one_head_is_the_meas
     monkeypatch.setitem(globals(), "SAMPLES", 1)
     config = small_config(**SHAPE | MODELS["scores"] | KINDS["full"] | {"num_attention_heads": context_ranks * tensor_ranks})
     grid = Grid.of_nodes(1, context_ranks * tensor_ranks, tensor_ranks, context_ranks)
-    planned = most_bytes(planned_activations(config, VOCAB, 1, torch.bfloat16, grid, sequence_parallel=sequence_parallel))
+    planned = peak_of_model(planned_activations(config, VOCAB, 1, torch.bfloat16, grid, sequence_parallel=sequence_parallel))
     assert planned == pytest.approx(peak_bytes(config, torch.bfloat16, grid, sequence_parallel=sequence_parallel), rel=WITHIN)
