@@ -13,7 +13,7 @@ SAYS = {
     "training": "start-up checks, the loop, one step",
     "checkpoint": "manifest, save, load, export",
     "model": "the GPT",
-    "zero": "units, schedule, engine, optimizer, plans",
+    "zero": "units, schedule, engine, optimizer",
     "data": "corpora, samples, tokenizers",
     "tensor_parallel": "layers that ranks share, samples they divide",
     "comm": "lanes, links, codecs, ledger of bytes",

@@ -13,6 +13,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.hardware import GIGABYTE
 from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.memory_need import MemoryNeed
+from megatron_zpp.training.plan.kinds import ACTIVATIONS, COPY, GRADIENTS, KEPT_INPUTS, OPTIMIZER, WEIGHTS
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given
 
 PAGE = Path(__file__).resolve().parents[1] / "memory.md"
@@ -66,10 +67,10 @@ def _row(canvas: Canvas, y: float, flags: str, need: MemoryNeed) -> None:
 
 
 def _parts(need: MemoryNeed) -> dict[str, int]:
-    states = {"weights": need.weights, "gradients": need.plan.gradients, "moments": need.optimizer_state}
-    inputs = need.activations + need.kept_inputs.lasting
-    known = sum(states.values()) + inputs + need.device.total
-    return {**states, "activations": inputs, "units and payloads under way": need.total - known, "CUDA and NCCL": need.device.total}
+    states = {"weights": need.of(WEIGHTS, COPY), "gradients": need.of(GRADIENTS), "moments": need.of(OPTIMIZER)}
+    activations = need.of(ACTIVATIONS, KEPT_INPUTS)
+    known = sum(states.values()) + activations + need.device.total
+    return {**states, "activations": activations, "units and payloads under way": need.total - known, "CUDA and NCCL": need.device.total}
 
 
 def _colours(theme: Theme) -> tuple[str, ...]:

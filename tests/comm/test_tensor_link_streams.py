@@ -123,7 +123,6 @@ def test_the_host_goes_on_while_an_operation_is_under_way() -> None:
 
 @pytest.mark.parametrize("operation", ["sum_scattered", "summed"])
 def test_sums_at_once_and_sums_beside_computation_have_one_buffer_each(operation: str) -> None:
-    """model/block_memory.py:tensor_buffer_bytes counts them."""
     values = torch.ones(2 * WIDTH, WIDTH)
 
     def buffers(gpu: Gpu) -> int:

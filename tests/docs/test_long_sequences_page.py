@@ -13,6 +13,7 @@ from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.schema import Config
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.members import MEMBERS, PlannedWorld
+from megatron_zpp.training.plan.kinds import ACTIVATIONS, GRADIENTS, KEPT_INPUTS, OPTIMIZER, OTHER, PAYLOADS, WEIGHTS
 from megatron_zpp.training.run_plan import RunPlan, plan_run
 
 pytestmark = pytest.mark.pure
@@ -50,20 +51,20 @@ def test_the_tables_of_memory_and_of_bytes_are_the_plans_of_the_command() -> Non
     assert [name for name, _ in MEMORY] == [name for name, _ in TRAFFIC] == list(found)
     for (name, cells), (_, numbers) in zip(MEMORY, TRAFFIC, strict=True):
         plan, need = found[name], found[name].memory
-        buffers = need.plan.buffers + need.plan.means
-        parts = (need.weights, need.plan.gradients, need.optimizer_state, buffers, need.activations, need.total)
+        kinds = ((WEIGHTS,), (GRADIENTS,), (OPTIMIZER,), (PAYLOADS, OTHER), (ACTIVATIONS, KEPT_INPUTS))
+        parts = (*(need.of(*some) for some in kinds), need.total)
         assert cells.split(" | ")[1:] == [f"{part / 2**30:.1f}" for part in parts]
-        moved = (plan.node_bytes, plan.traffic.total.intra_bytes)
+        moved = (plan.node_bytes, plan.rank_bytes)
         assert numbers.split(" | ")[1:] == [*(f"{nbytes / GIGABYTE:.4g}" for nbytes in moved), f"{seconds(plan):.4g}"]
 
 
 @pytest.mark.parametrize("row", SIZES, ids=lambda row: f"{row[0]} x {row[1]}")
 def test_each_pair_of_sizes_is_planned_with_the_fastest_member(row: tuple[str, ...]) -> None:
     fastest = min(plans(int(row[0]), int(row[1])).values(), key=seconds)
-    tensor, context = fastest.tensor_bytes / GIGABYTE, fastest.context_traffic.context_bytes / GIGABYTE
+    tensor, context = fastest.tensor_bytes / GIGABYTE, fastest.exchanges.context_bytes / GIGABYTE
     figures = (
         fastest.member.name,
-        str(fastest.job.microbatches),
+        str(fastest.microbatches),
         f"{tensor:.4g}",
         f"{context:.4g}",
         in_gib(fastest.memory.total),
@@ -75,7 +76,7 @@ def test_each_pair_of_sizes_is_planned_with_the_fastest_member(row: tuple[str, .
 def test_a_whole_sample_and_a_longer_one_need_what_the_text_says() -> None:
     zero3 = next(member for member in MEMBERS if member.name == "ZeRO-3")
     whole = plan_run(given(1, 1).with_values(global_batch_size=32), zero3, WORLD, VOCABULARY).memory
-    assert f"its activations take {in_gib(whole.activations)}, and a run with ZeRO-3 {in_gib(whole.total)}" in PAGE.replace("\n", " ")
+    assert f"its activations take {in_gib(whole.of(ACTIVATIONS))}, and a run with ZeRO-3 {in_gib(whole.total)}" in PAGE.replace("\n", " ")
     longer = given(1, 16).with_values(seq_length=2 * 131072, max_position_embeddings=2 * 131072)
     need = plan_run(longer, zero3, WORLD, VOCABULARY).memory
     assert f"256K tokens with C = 16 take {in_gib(need.total)}" in PAGE.replace("\n", " ")

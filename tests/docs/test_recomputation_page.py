@@ -11,7 +11,8 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.memory_need import memory_need
-from megatron_zpp.training.sharding import grid_of, shape_of, sharding_of
+from megatron_zpp.training.plan.kinds import ACTIVATIONS
+from megatron_zpp.training.sharding import grid_of
 
 pytestmark = pytest.mark.pure
 
@@ -30,5 +31,5 @@ def test_the_example_has_rows() -> None:
 @pytest.mark.parametrize("flags, device, host", ROWS, ids=[row[0] for row in ROWS])
 def test_each_row_of_the_example_is_the_plan_of_its_flags(flags: str, device: str, host: str) -> None:
     config = resolve(parse_flags(f"{MODEL} {flags.strip('`').removeprefix('none')}".split()), 8, 8)
-    need = memory_need(config, shape_of(config, 32000), sharding_of(config), grid_of(config, 8), is_on_gpu=True)
-    assert (in_gib(need.activations), in_gib(need.host)) == (device, host)
+    need = memory_need(config, 32000, grid_of(config, 8), is_on_gpu=True)
+    assert (in_gib(need.of(ACTIVATIONS)), in_gib(need.host)) == (device, host)

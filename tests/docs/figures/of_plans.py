@@ -20,6 +20,7 @@ from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.memory_need import MemoryNeed
 from megatron_zpp.training.plan.clock import StepTime
+from megatron_zpp.training.plan.kinds import ACTIVATIONS, GATHERED
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given
 
 GIB = 2**30
@@ -56,7 +57,7 @@ def operations(flags: str) -> int:
 def recomputed(flags: str) -> list[object]:
     need = of_llama(flags).memory
     ratio = operations(flags) / operations(RECOMPUTED["nothing, whole logits"])
-    return [in_gib(need.activations), in_gib(need.gathered), "1" if ratio == 1 else f"{ratio:.2f}"]
+    return [in_gib(need.of(ACTIVATIONS)), in_gib(need.of(GATHERED)), "1" if ratio == 1 else f"{ratio:.2f}"]
 
 
 @cache
@@ -91,7 +92,7 @@ def quickstart_row(name: str, flags: str) -> list[float]:
     """Planned megabytes into a node, as a share of ZeRO-3's, into a rank inside its node, and of states; then the last logged loss."""
     plan, logged = of_quickstart(flags), results("quickstart")["compared"][name]
     share = plan.node_bytes / of_quickstart("--zero-stage 3").node_bytes
-    return [plan.node_bytes / 1e6, share, plan.traffic.total.intra_bytes / 1e6, plan.memory.plan.states / 1e6, logged["losses"]["12"]]
+    return [plan.node_bytes / 1e6, share, plan.rank_bytes / 1e6, plan.memory.states / 1e6, logged["losses"]["12"]]
 
 
 @cache
@@ -103,6 +104,11 @@ def of_tutorial(nodes: int, ranks_per_node: int) -> MemoryNeed:
     config = resolve(parse_flags(shlex.split(command.replace("\\\n", " "))), nodes * ranks_per_node, ranks_per_node)
     vocabulary = padded_vocab_size(config.data.vocab_size or 1, config.model.make_vocab_size_divisible_by)
     return plan_as_given(config, PlannedWorld(nodes, ranks_per_node, is_on_gpu=nodes > 1), vocabulary).memory
+
+
+def largest_deviation() -> float:
+    """Of planned bytes from the peaks of torch's allocator with fake GPUs, as a share of these."""
+    return max(abs(run["planned_bytes"] / run["peak_bytes"] - 1) for run in results("gpu_host_path")["measured"])
 
 
 FIGURES = (
@@ -122,6 +128,7 @@ FIGURES = (
         lambda: (8 * 2048 * 4096 * 2 / 2**20, 32 * 8 * 2048 * 4096 * 2 / GIB),
     ),
     Figure(RECOMPUTATION, "8192 tokens of a vocabulary of 128256 are {:.0f} GiB in bf16", lambda: [8192 * LLAMA_VOCABULARY * 2 / GIB]),
+    Figure(MEMORY, "is within {:.0f} % of the peaks of torch's allocator", lambda: [100 * largest_deviation()]),
     Figure(MEMORY, "24 GB are {:.1f} GiB.", lambda: [24e9 / GIB]),
     Figure(
         MEMORY,
