@@ -157,11 +157,6 @@ def _index(values: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
 # ---- attention, whose kernels have the tokens of all heads one after the other, [B, S, N, D], in what they return
 
 
-def _heads(like_BNSD: Tensor) -> Tensor:
-    samples, heads, length, channels = like_BNSD.shape
-    return like_BNSD.new_empty((samples, length, heads, channels)).transpose(1, 2)
-
-
 def _sums(query_BNSD: Tensor, multiple: int = 1) -> Tensor:
     """One number for each token and head."""
     samples, heads, length, _ = query_BNSD.shape
@@ -170,16 +165,16 @@ def _sums(query_BNSD: Tensor, multiple: int = 1) -> Tensor:
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     seed, offset = query.new_empty((2,), dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
-    return _heads(query), _sums(query), None, None, query.shape[2], key.shape[2], seed, offset, query.new_empty((0,))
+    return _like(query), _sums(query), None, None, query.shape[2], key.shape[2], seed, offset, query.new_empty((0,))
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
-    return _heads(query), _sums(query, multiple=32), seed, offset
+    return _like(query), _sums(query, multiple=32), seed, offset
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any, **others: Any) -> Any:
-    return _heads(query), _heads(key), _heads(value)
+    return _like(query), _like(key), _like(value)
 
 
 _OF_FRACTIONS = (
@@ -221,7 +216,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     ),
     _aten._softmax_backward_data.default: lambda grad, output, dim, dtype: output.new_empty(output.shape, dtype=dtype),
     _aten._scaled_dot_product_flash_attention.default: _flash,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: lambda query, *others, **options: (_heads(query), _sums(query)),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: lambda query, *others, **options: (_like(query), _sums(query)),
     _aten._scaled_dot_product_efficient_attention.default: _efficient,
     _aten._scaled_dot_product_flash_attention_backward.default: _attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
