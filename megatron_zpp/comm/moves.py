@@ -1,4 +1,4 @@
-"""Chooses what the thread of the lanes does next: one rule, for the thread itself and for the time model that predicts it (no torch).
+"""Chooses what the thread of the lanes does next: one rule, for the thread itself and for the time model that predicts it.
 
 A hop is submitted, prepared, launched, crossed (its collective has ended) and landed. Each of these has a time, which is NEVER until
 it is known. The thread notes each event when it happens, so known times lie in the past. The time model computes them in advance: as soon

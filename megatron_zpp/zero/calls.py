@@ -1,4 +1,4 @@
-"""The calls of uses in forward, from which backward knows what is over (no torch).
+"""The calls of uses in forward, from which backward knows what is over.
 
 Autograd runs the backward of what was computed last first. So when backward comes to a call, no more gradients come from later calls.
 """

@@ -1,4 +1,4 @@
-"""Decides when each unit's gradient descends: once it is complete, in one order on every rank, a few at a time (no torch).
+"""Decides when each unit's gradient descends: once it is complete, in one order on every rank, a few at a time.
 
 The engine and the planner share it.
 """

@@ -1,4 +1,4 @@
-"""How far the gradients of a step have come, and which calls may follow (no torch)."""
+"""How far the gradients of a step have come, and which calls may follow."""
 
 from __future__ import annotations
 

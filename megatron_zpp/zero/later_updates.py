@@ -1,4 +1,4 @@
-"""Puts the updates of a step off until the next forward needs them, for an optimizer on the host (no torch).
+"""Puts the updates of a step off until the next forward needs them, for an optimizer on the host.
 
     host      norm | AdamW 0 1 2 | launch use 0, AdamW 3 | launch use 1, AdamW 4 | launch use 2 ...
     device                                 use 0                   use 1                  use 2

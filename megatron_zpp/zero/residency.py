@@ -1,4 +1,4 @@
-"""Tracks which rungs of a unit's weights are fresh, on their way or at rest, and decides when they are filled and freed (no torch).
+"""Tracks which rungs of a unit's weights are fresh, on their way or at rest, and decides when they are filled and freed.
 
 A rung is filled when it is needed, unless this rung or a higher one is fresh or on its way. It is freed when no use needs it, and when the
 main weights change, because its values are then stale:

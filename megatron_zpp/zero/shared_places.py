@@ -1,4 +1,4 @@
-"""Where a rank has elements that other tensor ranks hold, too, and what making them equal costs (pure arithmetic, no torch).
+"""Where a rank has elements that other tensor ranks hold, too, and what making them equal costs (pure arithmetic).
 
 All tensor ranks have parts of the same shapes, so the same slice has its shared elements at the same places on every ladder.
 """

@@ -1,4 +1,4 @@
-"""Decides which units the optimizer updates together, and in which order (no torch)."""
+"""Decides which units the optimizer updates together, and in which order."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def run_of(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> RunOf:
     return run
 
 
-# What is logged is the ledger's. That the ledger is the closed form in every world, row and variant: tests/training/plan/test_planned_bytes.py and
-# test_zeropp_traffic.py; that the plan of this very model is: test_planned_traffic.py.
+# What is logged is the ledger's. That the ledger is the closed form in every world, row and variant: tests/zero/test_zeropp_traffic.py;
+# that planned bytes are: tests/training/plan/test_planned_bytes.py.
 @pytest.mark.parametrize(
     ("world", "stage", "microbatches", "is_tied", "element_bytes"),
     [

@@ -1,4 +1,4 @@
-"""Estimates the memory of a GPU that a rank takes beside its tensors: libraries, and the buffers of NCCL (no torch)."""
+"""Estimates the memory of a GPU that a rank takes beside its tensors: libraries, and the buffers of NCCL."""
 
 from __future__ import annotations
 
