@@ -14,8 +14,7 @@ steps, the rung that holds the copy becomes stale like the others but keeps its 
 Where every rank has all main weights on its device, no hop fills a rung: the full one is a copy of them, and the secondary one is not
 needed.
 
-The engine carries these decisions out on tensors (zero/unit.py), the planner without tensors (zero/plan/step_simulation.py). A ticket
-stands for a hop under way.
+zero/unit.py carries these decisions out on tensors. A ticket stands for a hop under way.
 """
 
 from __future__ import annotations
