@@ -1,7 +1,7 @@
-"""Chooses what the thread of the lanes does next: one rule, for the thread itself and for the time model that predicts it.
+"""Chooses what the thread of the lanes does next: one rule, for the thread itself and for the clock of a plan.
 
 A hop is submitted, prepared, launched, crossed (its collective has ended) and landed. Each of these has a time, which is NEVER until
-it is known. The thread notes each event when it happens, so known times lie in the past. The time model computes them in advance: as soon
+it is known. The thread notes each event when it happens, so known times lie in the past. The clock computes them in advance: as soon
 as a hop is launched, it knows the later time at which the hop will have crossed.
 """
 

@@ -1,28 +1,13 @@
-"""Decides when each unit's gradient descends: once it is complete, in one order on every rank, a few at a time.
-
-The engine and the planner share it.
-"""
+"""Decides when each unit's gradient descends: once it is complete, in one order on every rank, a few at a time."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+
+from megatron_zpp.zero.unit_descent import UnitDescent
 
 LARGEST_UNDER_WAY = 2  # descents; each holds the gradient of a whole unit until it has landed
-
-
-class Descending(Protocol):
-    """The gradient of one unit."""
-
-    def fill_missing(self) -> None:
-        """Puts zeros where a micro-batch brought no gradient."""
-
-    def descend(self, *, is_last_microbatch: bool) -> None:
-        """Submits the hops that are due after a micro-batch."""
-
-    def finish(self) -> None:
-        """Returns once every hop under way has landed."""
 
 
 class Descents:
@@ -32,12 +17,12 @@ class Descents:
     for those before it, so that every rank sends the same messages in the same order.
     """
 
-    def __init__(self, order: Sequence[str], gradients: Mapping[str, Descending]) -> None:
+    def __init__(self, order: Sequence[str], gradients: Mapping[str, UnitDescent]) -> None:
         self._order = order
         self._gradients = gradients
         self._complete: set[str] = set()
         self._submitted = 0
-        self._under_way: deque[Descending] = deque()
+        self._under_way: deque[UnitDescent] = deque()
 
     def complete(self, name: str, *, is_last_microbatch: bool) -> None:
         """Notes that the unit's gradient is complete, and submits every descent that may start now."""

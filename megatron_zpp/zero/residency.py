@@ -1,4 +1,4 @@
-"""Tracks which rungs of a unit's weights are fresh, on their way or at rest, and decides when they are filled and freed.
+"""Tracks which rungs of a unit's weights are fresh, on their way or at rest, and decides when they are filled and freed (no torch).
 
 A rung is filled when it is needed, unless this rung or a higher one is fresh or on its way. It is freed when no use needs it, and when the
 main weights change, because its values are then stale:
@@ -14,7 +14,7 @@ steps, the rung that holds the copy becomes stale like the others but keeps its 
 Where every rank has all main weights on its device, no hop fills a rung: the full one is a copy of them, and the secondary one is not
 needed.
 
-The engine carries these decisions out on tensors (zero/unit.py). A ticket stands for a hop under way.
+zero/unit.py carries these decisions out on tensors. A ticket stands for a hop under way.
 """
 
 from __future__ import annotations

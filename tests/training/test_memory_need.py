@@ -461,3 +461,8 @@ def test_divided_inputs_take_their_part_and_an_arena_lasts_from_start_to_end() -
     # The whole inputs that backward has come from the other half of what they save.
     assert plain.total - divided.total == 4 * HIDDEN_BYTES // 2 - 2 * HIDDEN_BYTES
     assert arena.of(KEPT_INPUTS) == 4 * HIDDEN_BYTES // 2 and arena.total == divided.total
+
+
+def test_a_run_with_apex_is_planned_where_apex_is_not_installed() -> None:
+    apex = Run(f"{SMALL} --norm-backend apex --optimizer-backend apex", 1, 2)
+    assert apex.need() == Run(SMALL, 1, 2).need()

@@ -148,7 +148,8 @@ class PlannedStep:
 def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: bool) -> PlannedStep:
     """The step of a resolved configuration."""
     small, repeats = without_repeats(config.model, prefetch_of(config.zero))
-    config = replace(config, model=small).with_values(compile=False)
+    # Kernels of Apex run on values alone, and it need not be installed here. Those of torch keep and make the same.
+    config = replace(config, model=small).with_values(compile=False, norm_backend="torch", optimizer_backend="torch")
     training, workspace = config.training, Workspace(is_on_gpu, config.training.deterministic_mode)
     microbatches = training.global_batch_size // (training.micro_batch_size * grid.sample_groups)
     job = _ModelJob.of(config, grid, padded_vocab_size, workspace)
