@@ -81,41 +81,47 @@ class Held:
     staging: int
 
 
-def held_by_ranks(flags: str, grid: Grid, steps: int = 2, after_step: Callable[[Session], None] = lambda session: None) -> list[Held]:
-    """By rank. The peak is that of all steps but the first."""
+def held_in_steps(
+    live: LiveStorages, engine: ZeroEngine, accumulate: Callable[[int], object], update: Callable[[], object], close: Callable[[], object]
+) -> Held:
+    """Of two steps. The peak is that of the second. accumulate: all of forward and backward."""
+    accumulate(0)
+    update()
+    live.begin(engine)
+    accumulate(1)
+    states = engine.state_bytes().device
+    update()
+    close()
+    return Held(live.peak, live.peak_beside_buffers, states, engine.ladder.staging.allocated_bytes)
+
+
+def held_by_ranks(flags: str, grid: Grid, after_step: Callable[[Session], None] = lambda session: None) -> list[Held]:
+    """By rank."""
 
     def program(backend: VirtualBackend) -> Held:
         with LiveStorages() as live:
             session = Session(flags, RankPlace(backend, LiveLanes(live), CPU))
-            states = 0
-            for step in range(steps):
-                if step == 1:
-                    live.begin(session.engine)
-                session.forward_backward(step)
-                states = session.engine.state_bytes().device
-                session.engine.update(1e-3)
+
+            def update() -> None:
+                session.engine.update(LEARNING_RATE)
                 after_step(session)
-            session.close()
-            return Held(live.peak, live.peak_beside_buffers, states, session.engine.ladder.staging.allocated_bytes)
+
+            return held_in_steps(live, session.engine, session.forward_backward, update, session.close)
 
     return run_world(grid, program)
 
 
-def held_by_small_ranks(job: Job, grid: Grid, steps: int = 2) -> list[Held]:
+def held_by_small_ranks(job: Job, grid: Grid) -> list[Held]:
     """The same of the small model, by rank."""
 
     def program(backend: VirtualBackend) -> Held:
         with LiveStorages() as live:
             rank = Rank(job, backend, lanes=LiveLanes(live))
-            states = 0
-            for step in range(steps):
-                if step == 1:
-                    live.begin(rank.engine)
+
+            def accumulate(step: int) -> None:
                 rank.accumulate(step)
                 rank.engine.finish_gradients()
-                states = rank.engine.state_bytes().device
-                rank.engine.step(LEARNING_RATE)
-            rank.engine.close()
-            return Held(live.peak, live.peak_beside_buffers, states, rank.engine.ladder.staging.allocated_bytes)
+
+            return held_in_steps(live, rank.engine, accumulate, lambda: rank.engine.step(LEARNING_RATE), rank.engine.close)
 
     return run_world(grid, program)

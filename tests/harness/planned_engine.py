@@ -1,11 +1,12 @@
-"""Plans of the small model of small_engine.py: the step of its engine on tensors without values."""
+"""Plans of the small model of small_engine.py: the step of its engine on tensors without values; and rows of the policy table."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from harness.small_engine import GLOBAL_BATCH, TOKENS, Job, SmallModel, held_specs
+from harness.small_engine import GLOBAL_BATCH, SECONDARY_ROW, TOKENS, Job, SmallModel, held_specs
+from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.plan.clock import RECORDED_MICROBATCHES
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
@@ -13,6 +14,37 @@ from megatron_zpp.training.plan.model_record import record_model
 from megatron_zpp.training.plan.planned_step import PlannedStep
 from megatron_zpp.training.plan.recorder import META, Recorder
 from megatron_zpp.training.plan.step_record import EngineRun
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    Policy,
+    Rung,
+    with_gradients_summed_on_secondary,
+    with_quantized_gradients,
+    with_quantized_weights,
+    with_secondary_weights,
+    with_weight_differences,
+)
+
+
+def lean(policy: Policy, bits: int = 3) -> Policy:
+    gradients = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
+    return with_quantized_gradients(with_weight_differences(policy, Code.gaussian(bits, rounds=1)), gradients)
+
+
+ALL = with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3])))
+KEPT = {  # rows that keep a copy of the weights across steps
+    "lean stage 1": lean(POLICIES[1]),
+    "lean stage 2": lean(POLICIES[2], bits=1),
+    "lean stage 2, summed": with_gradients_summed_on_secondary(lean(POLICIES[2])),
+    "lean stage 3": lean(with_secondary_weights(POLICIES[3])),
+    "lean stage 3, summed": with_gradients_summed_on_secondary(lean(with_secondary_weights(POLICIES[3]), bits=2)),
+    "differences in integers": with_weight_differences(with_secondary_weights(POLICIES[3]), Code(4)),
+}
+UNOFFERED = {  # no flag asks for these
+    "secondary row": SECONDARY_ROW,
+    "gradients in integers on the secondary rung": with_quantized_gradients(Policy(Rung.PRIMARY, Rung.SECONDARY, Rung.SECONDARY)),
+    "full gradients beside a secondary rung": Policy(Rung.PRIMARY, Rung.FULL, Rung.SECONDARY),
+}
 
 
 def planned_step(job: Job, grid: Grid, *, is_on_gpu: bool = False, recorded: int = RECORDED_MICROBATCHES) -> PlannedStep:

@@ -138,15 +138,6 @@ def test_two_ranks_that_share_layers_have_half_of_the_states_but_for_what_both_h
 LONG = "--num-layers 4 --hidden-size 256 --seq-length 16384 --num-attention-heads 8 --batch-size 1 --fp16 --zero-stage 3"
 
 
-@pytest.mark.parametrize("kind", ["", "--checkpoint-activations", "--position-embedding-type rope --num-query-groups 4 --swiglu"])
-def test_activations_of_a_rank_fall_with_the_ranks_that_divide_samples_and_states_stay(kind: str) -> None:
-    needs = {ranks: Run(f"{LONG} {kind} --vocab-size 1000", 1, 4, context_ranks=ranks).need(is_on_gpu=False) for ranks in (1, 2, 4)}
-    for ranks in (2, 4):
-        assert needs[ranks].states == needs[1].states
-        fixed = 2 * 50304 * 256 * 2 + 64 * 2**20  # gradients of head and embedding, and the logits of a chunk
-        assert needs[ranks].of(ACTIVATIONS) == pytest.approx(needs[1].of(ACTIVATIONS) / ranks, abs=4 * fixed)
-
-
 def test_a_run_whose_activations_do_not_fit_is_told_of_more_ranks_for_each_sample() -> None:
     text = Run(LONG, 1, 8).refusal(200 * 2**20, is_on_gpu=False)
     assert "no number of such nodes is enough" in text and "--context-parallel-size 2" in text
@@ -257,11 +248,6 @@ def test_where_activations_do_not_fit_beside_whole_logits_a_loss_in_chunks_is_a_
     )
 
 
-def test_attention_dropout_on_the_cpu_keeps_scores() -> None:
-    run = RunOfFewWords(f"{SMALL} --seq-length 512", 1, 1)
-    assert run.activations(is_on_gpu=False) > run.activations()
-
-
 def test_attention_as_plain_products_keeps_scores_and_flash_alone_leaves_shared_heads_shared() -> None:
     shared = f"{SMALL} --group-query-attention"
     need = RunOfFewWords(shared, 1, 1).activations()
@@ -281,13 +267,6 @@ def test_on_gpus_plain_products_keep_scores_in_fp32_and_with_dropout_twice_and_a
     short, long = (Run(f"{flags} {tokens}", 1, 1).activations() for tokens in (4096, 8192))
     quadratic = (4 * kept + beside) * 4 * 4096**2  # blocks; heads, tokens x tokens
     assert long - 2 * short == pytest.approx(2 * quadratic, rel=0.01)  # what grows with tokens alone cancels
-
-
-def test_on_gpus_there_are_no_fp32_values_of_a_chunk_of_logits() -> None:
-    head = "--hidden-size 64 --seq-length 1024 --loss-chunk-tokens 512"  # the peak is in the loss
-    run = Run(f"{SMALL} {head} --zero-stage 3 --attention-backend flash --attention-dropout 0", 1, 1)
-    difference = run.activations(is_on_gpu=False) - run.activations()
-    assert difference == pytest.approx(4 * 512 * VOCABULARY, abs=2**20)  # the rest is what attention keeps on each device
 
 
 @pytest.mark.parametrize(("flags", "bytes_per_parameter"), [("", 12), ("--no-save-optim", 4)])

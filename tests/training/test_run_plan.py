@@ -7,10 +7,9 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.flops import model_flops
-from megatron_zpp.training.hardware import planned_machine
 from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld
 from megatron_zpp.training.plan.kinds import COPY
-from megatron_zpp.training.plan.program import Copy, Submit
+from megatron_zpp.training.plan.program import Submit
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given, plan_run
 from megatron_zpp.training.sharding import choose_policy
 
@@ -73,30 +72,6 @@ def test_planned_operations_are_model_flops_and_what_is_recomputed_but_for_the_l
     required = model_flops(plan.config.model, 128, 6)
     block = (required // 3 - HEAD) // 3
     assert plan.step.flops == required + blocks * block + more
-
-
-# ---- kept inputs
-
-X = 2 * 16 * 32 * 2  # samples, tokens, hidden size, bytes
-
-
-@pytest.mark.parametrize(
-    ("flags", "on_gpu", "part"),
-    [
-        ("--checkpoint-in-cpu", True, X),
-        ("--checkpoint-in-cpu --tensor-model-parallel-size 2", True, X),
-        ("--checkpoint-in-cpu --tensor-model-parallel-size 2 --partition-activations", True, X // 2),
-        ("--checkpoint-in-cpu --tensor-model-parallel-size 2 --sequence-parallel", True, X // 2),
-        ("--contiguous-checkpointing", True, 0),
-        ("--checkpoint-in-cpu", False, 0),
-    ],
-)
-def test_kept_inputs_cross_the_host_link_once_in_each_direction_for_each_chunk_and_micro_batch(flags: str, on_gpu: bool, part: int) -> None:
-    config = resolve(parse_flags(f"{FLAGS} --checkpoint-activations --micro-batch-size 2 --global-batch-size 16 {flags}".split()), 8, 4)
-    plan = plan_as_given(config, PlannedWorld(2, 4, is_on_gpu=on_gpu), 128)
-    copies = [item for item in plan.step.items(plan.microbatches) if isinstance(item, Copy)]
-    for down in (True, False):
-        assert sum(copy.nbytes for copy in copies if copy.down == down) == plan.microbatches * 2 * part  # of 2 chunks
 
 
 # ---- lean
@@ -233,9 +208,3 @@ def test_collectives_of_a_plan_are_those_of_the_ladder_and_of_the_tensor_link() 
     hops = sum(isinstance(item, Submit) and item.traffic != Traffic() for item in shared.step.items(2))
     assert shared.step.collectives == hops + 2 * (2 * 8 + 4 + 1) + 1
     assert alone.step.collectives == sum(isinstance(item, Submit) and item.traffic != Traffic() for item in alone.step.items(2))
-
-
-def test_the_time_of_a_step_has_the_waits_for_ranks_that_share_layers() -> None:
-    plan = planned("ZeRO-3", "--tensor-model-parallel-size 4 --sequence-parallel")
-    slow, fast = (plan.time(planned_machine(1e6, rate, 1e12, is_on_gpu=True)) for rate in (1e-3, 1e3))
-    assert slow.tensor_link > 10 * fast.tensor_link > 0 and slow.seconds > fast.seconds

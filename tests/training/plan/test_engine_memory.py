@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,40 +9,24 @@ import pytest
 import torch
 from harness.codes import LinkBits, code
 from harness.live_rank import held_by_small_ranks
-from harness.planned_engine import planned_step
-from harness.planned_rank import check_peak, peak_of, recorded, run_of, states_of
-from harness.small_engine import ROWS, Job, ModelShape, bytes_by_step
-from torch import nn
+from harness.planned_engine import ALL, KEPT, UNOFFERED, planned_step
+from harness.planned_rank import check_peak, peak_of, states_of
+from harness.small_engine import ROWS, Job, ModelShape
 
-from megatron_zpp.comm.code import Code, LinkCodes
-from megatron_zpp.comm.ledger import Category
 from megatron_zpp.ops import extension
-from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
-from megatron_zpp.training.plan.kinds import COPY, GRADIENTS, OPTIMIZER, PAYLOADS, WEIGHTS
-from megatron_zpp.training.plan.step_record import StepRecord
+from megatron_zpp.training.plan.kinds import COPY, GRADIENTS, PAYLOADS
 from megatron_zpp.zero.policy import (
     POLICIES,
-    Policy,
-    Rung,
-    with_gradients_summed_on_secondary,
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
-    with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
 
 pytestmark = pytest.mark.virtual
 
 
-def lean(policy: Policy, bits: int = 3) -> Policy:
-    gradients = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
-    return with_quantized_gradients(with_weight_differences(policy, Code.gaussian(bits, rounds=1)), gradients)
-
-
-ALL = with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3])))
 QUANTIZED = {
     "qwZ": with_quantized_weights(POLICIES[3]),
     "qwZ in stage 1": with_quantized_weights(POLICIES[1], code(4)),
@@ -52,19 +35,6 @@ QUANTIZED = {
     "ZeRO++": ALL,
     "two codecs": replace(with_secondary_weights(POLICIES[3]), weight_codes=LinkBits(4, 8).codes()),
     "two codecs, no copy": replace(POLICIES[3], weight_codes=LinkBits(4, 8).codes()),
-}
-KEPT = {
-    "lean stage 1": lean(POLICIES[1]),
-    "lean stage 2": lean(POLICIES[2], bits=1),
-    "lean stage 2, summed": with_gradients_summed_on_secondary(lean(POLICIES[2])),
-    "lean stage 3": lean(with_secondary_weights(POLICIES[3])),
-    "lean stage 3, summed": with_gradients_summed_on_secondary(lean(with_secondary_weights(POLICIES[3]), bits=2)),
-    "differences in integers": with_weight_differences(with_secondary_weights(POLICIES[3]), Code(4)),
-}
-UNOFFERED = {  # no flag asks for these
-    "secondary row": ROWS["secondary row"],
-    "gradients in integers on the secondary rung": with_quantized_gradients(Policy(Rung.PRIMARY, Rung.SECONDARY, Rung.SECONDARY)),
-    "full gradients beside a secondary rung": Policy(Rung.PRIMARY, Rung.FULL, Rung.SECONDARY),
 }
 POLICIES_BY_NAME = {**ROWS, **QUANTIZED, **KEPT, **UNOFFERED}
 GRIDS = [Grid.of_nodes(2, 2), Grid.of_nodes(3, 2), Grid.of_nodes(1, 2), Grid.of_nodes(2, 1)]
@@ -93,14 +63,6 @@ def test_planned_states_are_those_of_the_engine_to_the_byte_and_the_planned_peak
     check_peak(peak_of(step).by_kind, held)
 
 
-@pytest.mark.parametrize("name", UNOFFERED)
-def test_a_row_that_no_flag_offers_is_planned_with_the_bytes_that_it_moves(name: str) -> None:
-    grid, job = GRIDS[0], job_of(name)
-    found = planned_step(job, grid).traffic(Category.WEIGHTS, Category.GRADIENTS)
-    expected = (grid.into_node(found.inter_bytes), found.intra_bytes)
-    assert {steps[-1] for steps in bytes_by_step(grid, job)} == {expected}
-
-
 @pytest.mark.parametrize(
     ("prefetch", "is_tied", "chunk"),
     [(Prefetch(*ahead), (index + chunk) % 2 == 0, chunk) for index, ahead in enumerate([(2, 1), (0, 0), (3, 2)]) for chunk in (0, 1, 3)],
@@ -120,43 +82,18 @@ def test_planned_buffers_and_gathered_units_do_not_grow_with_depth() -> None:
     assert fewer[PAYLOADS] == more[PAYLOADS] and fewer["gathered units"] == more["gathered units"]
 
 
-# ---- closed forms
-
-
-def one_unit(policy: Policy, grid: Grid, *, starts_exact: bool = False) -> StepRecord:
-    """A step of one product of 1024 x 256 weights in bf16."""
-    with torch.device("meta"):
-        module = nn.ModuleDict({"only": nn.Linear(256, 1024, bias=False, dtype=torch.bfloat16)})
-        values = torch.empty(2, 256, dtype=torch.bfloat16)
-    weight = ParamSpec("only.weight", Division.undivided((1024, 256)), lambda start, stop: torch.empty(stop - start, device="meta"), True)
-    units, uses = (UnitSpec("unit", (weight,)),), (Use("only", ("unit",), needs_weights_in_backward=True),)
-    record = recorded(module, units, uses, lambda: module["only"](values).sum())
-    job = Job(policy, torch.bfloat16, block_numel=256, full_precision_iterations=int(starts_exact))
-    return run_of(record, job.options(), grid)
-
-
-def test_zeropp_rests_in_16_bytes_per_parameter_of_the_world_and_one_of_the_partition() -> None:
-    numel = 1024 * 256
-    states = states_of(one_unit(ALL, Grid(64, 16, 16)))
-    assert (states[WEIGHTS], states[GRADIENTS], states[OPTIMIZER]) == (4 * numel // 64, 4 * numel // 64, 8 * numel // 64)
-    assert states[COPY] == numel // 16 + numel // 256 * 4 // 16  # codes of one byte, and a scale per block
-
-
-def test_states_of_stage_3_are_a_share_of_the_world() -> None:
-    for nodes, ranks_per_node in itertools.product((1, 2, 4), (1, 4)):
-        states = states_of(one_unit(POLICIES[3], Grid.of_nodes(nodes, ranks_per_node)))
-        assert sum(states.values()) * nodes * ranks_per_node == 16 * 1024 * 256
-
-
 def test_the_copy_takes_2_bytes_per_parameter_of_a_partition_and_sums_inside_it_4() -> None:
-    grid, numel = Grid(8, 4, 4), 1024 * 256
     plain, once, summed = (
-        states_of(one_unit(policy, grid)) for policy in (POLICIES[3], KEPT["lean stage 3"], KEPT["lean stage 3, summed"])
+        states_of(planned_step(replace(job_of(name), microbatches=1), Grid(8, 4, 4)).engine)
+        for name in ("stage 3", "lean stage 3", "lean stage 3, summed")
     )
-    assert (plain.get(COPY, 0), once[COPY], summed[COPY]) == (0, 2 * numel // 4, 2 * numel // 4)
-    assert (once[GRADIENTS], summed[GRADIENTS]) == (4 * numel // 8, 4 * numel // 4)
+    owned = plain[GRADIENTS] // 4  # of a partition there are twice as many
+    assert sum(plain.values()) == 16 * owned
+    assert (plain.get(COPY, 0), once[COPY], summed[COPY]) == (0, 2 * 2 * owned, 2 * 2 * owned)
+    assert (once[GRADIENTS], summed[GRADIENTS]) == (4 * owned, 4 * 2 * owned)
 
 
 def test_a_run_that_starts_in_full_precision_is_planned_with_its_larger_copy() -> None:
-    quantized, exact = (peak_of(one_unit(ALL, Grid(4, 2, 2), starts_exact=starts)).total for starts in (False, True))
+    jobs = (replace(job_of("ZeRO++"), full_precision_iterations=count) for count in (0, 1))
+    quantized, exact = (peak_of(planned_step(job, Grid(4, 2, 2)).engine).total for job in jobs)
     assert exact > quantized

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import closed_forms
 from harness.closed_forms import Features, World, inter_node_bytes
-from harness.planned_engine import planned_step
+from harness.planned_engine import ALL, KEPT, UNOFFERED, planned_step
 from harness.small_engine import ROWS, Job, ModelShape, Rank, SmallModel
 from harness.worlds import run_world
 
@@ -28,12 +28,9 @@ from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
-    with_gradients_summed_on_secondary,
     with_offloaded_optimizer,
     with_quantized_gradients,
-    with_quantized_weights,
     with_secondary_weights,
-    with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
 
@@ -47,9 +44,9 @@ SWITCHES = {
     "--zero-hpz-partition-size {ranks_per_node}": {"keeps_secondary": True},
     "--zero-quantized-gradients": {"gradient_bits": 4},
 }
-ALL = with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3])))
 EVERY_ROW = {
     **ROWS,
+    **UNOFFERED,
     "qgZ": with_quantized_gradients(POLICIES[3]),
     "hpZ": with_secondary_weights(POLICIES[3]),
     "all": ALL,
@@ -136,22 +133,7 @@ def test_of_many_micro_batches_three_are_run_and_the_plan_is_that_of_all(row: st
 # ---- rows that keep a copy of the weights across steps
 
 BLOCK = 256
-GAUSSIAN_GRADIENTS = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
 WIDE = ModelShape(inner=(40, 90, 90), hidden=24)  # more than one block of 256 in a slice
-
-
-def lean(policy: Policy, bits: int = 3) -> Policy:
-    return with_quantized_gradients(with_weight_differences(policy, Code.gaussian(bits, rounds=1)), GAUSSIAN_GRADIENTS)
-
-
-KEPT = {
-    "stage 1": lean(POLICIES[1]),
-    "stage 2": lean(POLICIES[2], bits=1),
-    "stage 2, summed": with_gradients_summed_on_secondary(lean(POLICIES[2])),
-    "stage 3": lean(with_secondary_weights(POLICIES[3])),
-    "stage 3, summed": with_gradients_summed_on_secondary(lean(with_secondary_weights(POLICIES[3]), bits=2)),
-    "absmax": with_weight_differences(with_secondary_weights(POLICIES[3]), Code(4)),
-}
 
 
 KEPT_GRIDS = [GRIDS[0], Grid.of_nodes(3, 2), GRIDS[2], GRIDS[0], Grid.of_nodes(1, 2), GRIDS[2]]
@@ -189,7 +171,7 @@ def hops_of(policy: Policy, grid: Grid) -> tuple[int, list[Submit], list[Submit]
 
 
 def test_a_difference_is_taken_and_encoded_once_and_every_slice_of_the_copy_is_decoded() -> None:
-    blocks, climb, _ = hops_of(KEPT["stage 3"], Grid.of_nodes(3, 2))
+    blocks, climb, _ = hops_of(KEPT["lean stage 3"], Grid.of_nodes(3, 2))
     inter = next(hop for hop in climb if hop.lane.link is Link.INTER)
     intra = next(hop for hop in climb if hop.lane.link is Link.INTRA)
     assert inter.before == CodecWork(subtracted=blocks, gaussian_encoded=blocks, rotated=blocks)
@@ -206,7 +188,7 @@ def test_every_node_rotates_its_gradients_and_the_owner_rotates_each_message_bac
 
 
 @pytest.mark.parametrize(
-    ("policy", "grid"), [(KEPT["stage 3"], Grid.of_nodes(1, 2)), (POLICIES[3], Grid.of_nodes(3, 2))], ids=["1 node", "plain"]
+    ("policy", "grid"), [(KEPT["lean stage 3"], Grid.of_nodes(1, 2)), (POLICIES[3], Grid.of_nodes(3, 2))], ids=["1 node", "plain"]
 )
 def test_one_node_takes_no_difference_and_sends_integers_and_a_plain_row_encodes_nothing(policy: Policy, grid: Grid) -> None:
     _, climb, descent = hops_of(policy, grid)
@@ -217,5 +199,5 @@ def test_one_node_takes_no_difference_and_sends_integers_and_a_plain_row_encodes
 
 
 def test_a_step_in_full_precision_takes_encodes_and_rotates_nothing() -> None:
-    _, climb, descent = hops_of(KEPT["stage 3"].in_full_precision(), Grid.of_nodes(3, 2))
+    _, climb, descent = hops_of(KEPT["lean stage 3"].in_full_precision(), Grid.of_nodes(3, 2))
     assert all(hop.before + hop.after == CodecWork() for hop in (*climb, *descent))

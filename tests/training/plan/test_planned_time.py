@@ -43,34 +43,15 @@ def timed(plan: tuple[PlannedStep, Grid], inter: LinkSpeed = INFINITE, intra: Li
     return step_time(*plan, Machine(inter, intra, **values))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("overlap", list(Overlap))
-@pytest.mark.parametrize("flags", ["--zero-stage 3", f"{PAPER} --checkpoint-activations --checkpoint-num-layers 2", LEAN])
-def test_over_free_links_a_step_takes_its_products(flags: str, overlap: Overlap) -> None:
-    plan = planned(flags)
-    time = timed(plan, overlap=overlap)
-    assert time.seconds == pytest.approx(plan[0].flops / 1e9) == pytest.approx(time.computing)
-
-
 @pytest.mark.parametrize("flags", ["--zero-stage 0", "--zero-stage 3", PAPER, LEAN])
 def test_without_overlap_a_step_takes_its_products_its_bytes_and_a_constant_for_each_collective(flags: str) -> None:
     plan, grid = planned(flags, 1)
     traffic = plan.traffic(Category.WEIGHTS, Category.GRADIENTS)
     time = timed((plan, grid), LinkSpeed(1e6, 1e-3), LinkSpeed(1e7, 1e-3), overlap=Overlap.NONE)
+    assert time.computing == pytest.approx(plan.flops / 1e9)
     assert time.inter_link == pytest.approx(traffic.inter_bytes * RANKS / 1e6)
     assert time.intra_link == pytest.approx(traffic.intra_bytes / 1e7)
     assert time.seconds == pytest.approx(time.inter_link + time.intra_link + time.computing + 1e-3 * plan.collectives)
-
-
-def test_where_links_are_all_that_takes_time_the_speedup_is_that_of_the_bytes() -> None:
-    plain, paper = planned("--zero-stage 3"), planned(PAPER)
-    nbytes = [plan.traffic(Category.WEIGHTS, Category.GRADIENTS).inter_bytes for plan, _ in (plain, paper)]
-    times = [timed(plan, LinkSpeed(1e6), flops_per_second=float("inf")).seconds for plan in (plain, paper)]
-    assert times[0] / times[1] == pytest.approx(nbytes[0] / nbytes[1])
-
-
-def test_more_rounds_of_rotation_take_longer() -> None:
-    times = [timed(planned(f"{LEAN} --zero-quantized-gradients-inter-bits {bits}"), codec=CodecSpeed(rotated=1e-9)) for bits in (2, 3)]
-    assert times[0].codecs > times[1].codecs > 0
 
 
 def test_a_gather_of_stage_1_takes_the_latency_for_every_other_node_and_an_exchange_once() -> None:
@@ -81,20 +62,6 @@ def test_a_gather_of_stage_1_takes_the_latency_for_every_other_node_and_an_excha
 
 
 # ---- ranks that share layers or divide samples
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--context-parallel-size 2",
-        "--tensor-model-parallel-size 2 --context-parallel-size 2",
-    ],
-)
-def test_ranks_that_share_layers_or_tokens_share_the_products_of_a_micro_batch(flags: str) -> None:
-    alone, shared = (planned(f"--zero-stage 3 {more}", nodes=1, ranks=4)[0] for more in ("", flags))
-    ranks = 4 if flags.count("parallel-size") == 2 else 2
-    assert shared.flops == pytest.approx(alone.flops / ranks, rel=0.2)  # attention of divided samples and the head are not shared exactly
 
 
 def test_the_time_of_a_step_has_the_waits_for_ranks_that_share_layers() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu.session import Session
-from harness.live_rank import Held, LiveStorages, held_by_ranks
+from harness.live_rank import Held, LiveStorages, held_by_ranks, held_in_steps
 from harness.planned_rank import check_peak, peak_of, recorded, run_of, states_of
 from harness.small_engine import Job
 from harness.worlds import run_world
@@ -128,16 +128,12 @@ def test_any_module_of_shard_is_planned_by_its_record() -> None:
             torch.manual_seed(1)
             module = Odd()
             engine = shard(module, UNITS, job.options(), backend=backend)
-            states = 0
-            for step in range(2):
-                if step == 1:
-                    live.begin(engine)
+
+            def accumulate(step: int) -> None:
                 engine.backward(module(torch.zeros(8, 32, dtype=torch.int64)))
                 engine.finish_gradients()
-                states = engine.state_bytes().device
-                engine.update(1e-3)
-            engine.close()
-            return Held(live.peak, live.peak_beside_buffers, states, engine.ladder.staging.allocated_bytes)
+
+            return held_in_steps(live, engine, accumulate, lambda: engine.update(1e-3), engine.close)
 
     held = run_world(grid, program, takes_turns=False)  # lanes that shard() makes take no turns
     with torch.device("meta"):
