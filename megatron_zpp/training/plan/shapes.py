@@ -192,6 +192,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     _aten.where.self: lambda chosen, one, other: one.new_empty(_broadcast((chosen, one, other)), dtype=torch.result_type(one, other)),
     **{overload: _compared for name in ("eq", "ne", "ge", "lt") for overload in (getattr(_aten, name).Scalar, getattr(_aten, name).Tensor)},
     **dict.fromkeys((_aten.bitwise_and.Tensor, _aten.bitwise_not.default, _aten.logical_not.default), _logical),
+    _aten.cumsum.default: _same,
     **dict.fromkeys((_aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.tril.default, _aten.flip.default), _same),
     **dict.fromkeys((_aten.empty_like.default, _aten.ones_like.default, _aten.zeros_like.default), _empty_like),
     _aten.clone.default: _empty_like,

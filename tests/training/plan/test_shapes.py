@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
+from harness.places import ROOT
 from torch import Tensor
 
 from megatron_zpp.ops.device_kind import standing_for
@@ -80,6 +83,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     "aten.mean.dim": [(VALUES, [-1], True), (HALF, [0, 1])],
     "aten.amax.default": [(VALUES, [1]), (HALF, [-1], True), (VALUES,)],
     "aten.dot.default": [(ROW, ROW)],
+    "aten.cumsum.default": [(meta(4, dtype=torch.float64), 0), (VALUES, 1)],
     "aten.mm.default": [(meta(2, 3), meta(3, 4)), (meta(2, 3), meta(4, 3).t()), (meta(3, 2).t(), meta(3, 4))],
     "aten.addmm.default": [(ROW, meta(2, 3), meta(3, 4)), (ROW, meta(2, 3), meta(4, 3).t())],
     "aten.bmm.default": [(VALUES, meta(2, 4, 5)), (VALUES, meta(2, 5, 4).transpose(1, 2))],
@@ -150,3 +154,24 @@ def test_on_a_cpu_statistics_of_layer_norm_have_the_dtype_that_they_have_there(d
 def test_an_operator_that_writes_to_its_argument_returns_it() -> None:
     assert result_of(torch.ops.aten.add_.Tensor, (VALUES, ROW), {}) is VALUES
     assert result_of(torch.ops.aten._foreach_add_.Scalar, ([VALUES], 1.0), {}) is None
+
+
+PROGRAM = """
+import sys
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.training.plan.planned_step import plan_step
+from megatron_zpp.training.sharding import grid_of
+
+flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --global-batch-size 16 --micro-batch-size 1"
+llama = f"{flags} --swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2 --bf16"
+for of_run in (flags, f"{llama} --attention-dropout 0 --hidden-dropout 0 --zeropp lean", f"{llama} --tensor-model-parallel-size 2"):
+    config = resolve(parse_flags(of_run.split()), 8, 4)
+    for is_on_gpu in (False, True):
+        plan_step(config, grid_of(config, 8), 128, is_on_gpu=is_on_gpu)
+print(sorted({"sympy", "torch._dynamo"} & set(sys.modules)))
+"""
+
+
+def test_plans_of_usual_models_import_neither_the_compiler_nor_sympy_which_would_take_seconds_at_the_start_of_every_run() -> None:
+    assert subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
