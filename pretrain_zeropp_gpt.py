@@ -140,15 +140,15 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
     about_host = share_cores(config, world, hosts)
     memory = startup_checks.available_memory(world, hosts)
     source = start.find_resume_source(config, world)
-    with world.agreement("preparing data", printer.on_first):
+    with world.agreement():
         check_kill_switch(config.training, launch.rank)
         startup_checks.check_backends(config, world.device)
         config = start.with_earlier_samples(config, given, source.stored, launch)
         config, about_rules = with_kept_rules(with_schedule(config, source.stored), source.stored)
         vocabulary = setup.build_vocabulary(config)
         model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder)
-        if world.rank == 0:  # every other rank would find the same
-            startup_checks.check_memory(config, model, ladder.grid, world.device, memory)
+    startup_checks.check_memory(config, vocabulary.padded_size, ladder.grid, world, memory)
+    with world.agreement("preparing data", printer.on_first):
         data_progress = setup.progress_printer(launch, hosts[launch.rank], printer)
         is_first_here = launch.local_rank == 0
         datasets = setup.build_run_data(config, vocabulary, source.stored, data_progress, checks_token_ids=is_first_here)

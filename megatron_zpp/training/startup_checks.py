@@ -20,14 +20,13 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.model.attention_kernel import check_attention, head_shape_of
 from megatron_zpp.model.compilation import check_compilation
 from megatron_zpp.model.document_attention import has_varlen
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
 from megatron_zpp.monitor.output_file import create_new, remedy_for
 from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.ops.build import processor_features
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
+from megatron_zpp.parallel.initialize import StartupError, World, gather_texts, is_mistake
 from megatron_zpp.parallel.ranks_in_words import first_of, ranks_in_words
 from megatron_zpp.training.memory_check import AvailableMemory, check_fits
 from megatron_zpp.training.setup import working_dtype
@@ -170,9 +169,22 @@ def available_memory(world: World, hosts: Sequence[str]) -> AvailableMemory:
     return AvailableMemory(device, host, is_after_start=world.device.type == "cuda")
 
 
-def check_memory(config: Config, model: GPT, grid: Grid, device: torch.device, available: AvailableMemory) -> None:
-    """Raises ValueError if the run does not fit in the memory of every rank. Call it before the engine is built, which allocates."""
-    check_fits(config, model.padded_vocab_size, grid, is_on_gpu=device.type == "cuda", available=available)
+def check_memory(config: Config, padded_vocab_size: int, grid: Grid, world: World, available: AvailableMemory) -> None:
+    """Raises StartupError on every rank if the run does not fit in the memory of each. Call it before the engine is built.
+
+    Every rank must call it. Rank 0 plans for all, because every other rank would find the same.
+    """
+    mistake = ""
+    if world.rank == 0:
+        try:
+            check_fits(config, padded_vocab_size, grid, is_on_gpu=world.device.type == "cuda", available=available)
+        except ValueError as error:
+            if not is_mistake(error):
+                raise
+            mistake = str(error)
+    mistake = gather_texts(mistake)[0]
+    if mistake:
+        raise StartupError(mistake)
 
 
 def check_save_is_shared(config: Config, world: World) -> None:

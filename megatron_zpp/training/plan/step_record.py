@@ -245,7 +245,7 @@ class EngineRun:
             coded = self._most_coded = max(coded, self._most_coded)
         total = live.total - live.by_kind[CODED] + coded + live.resized_total + beside
         known = self._peaks.get(held)
-        if known is None or total > known.total:
+        if known is None or total >= known.total:  # of equal ones the last, when what lasts has its name
             kinds = live.by_kind + live.resized() + self._played.lasting
             kinds[ACTIVATIONS] += beside - sum(self._played.lasting.values())
             kinds[OTHER] += coded
