@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.grid import Grid, Peers
 from megatron_zpp.parallel.topology import Link
 
 
@@ -58,18 +57,14 @@ class Ledger:
     grid: Grid
     rank: int
     _booked: dict[Category, Traffic] = field(default_factory=lambda: {category: Traffic() for category in Category})
-    _measured: dict[tuple[Link, int], Traffic] = field(default_factory=dict)  # a run has few sizes of messages, and many hops
 
     def measure(self, link: Link, bytes_per_member: int) -> Traffic:
         """What this rank receives if every other member of `link` sends it `bytes_per_member`."""
-        found = self._measured.get((link, bytes_per_member))
-        if found is None:
-            found = self._measured[link, bytes_per_member] = link_traffic(self.grid, self.rank, link, bytes_per_member)
-        return found
+        return link_traffic(self.grid, self.rank, link, bytes_per_member)
 
     def measure_world(self, bytes_per_member: int) -> Traffic:
         """What this rank receives if every other rank of the world sends it `bytes_per_member`."""
-        return _received(self.grid, self.rank, range(self.grid.world_size), bytes_per_member)
+        return _from(self.grid.world_peers, bytes_per_member)
 
     def book(self, category: Category, traffic: Traffic) -> None:
         self._booked[category] += traffic
@@ -92,15 +87,13 @@ class Ledger:
 
 def link_traffic(grid: Grid, rank: int, link: Link, bytes_per_member: int) -> Traffic:
     """What `rank` receives if every other member of its `link` sends it `bytes_per_member`."""
+    received = _from(grid.peers(link, rank), bytes_per_member)
     if link is Link.TENSOR:
-        return Traffic(tensor_bytes=(grid.tensor_ranks - 1) * bytes_per_member)
+        return Traffic(tensor_bytes=received.intra_bytes)
     if link is Link.CONTEXT:
-        received = _received(grid, rank, grid.members(link, rank), bytes_per_member)
         return Traffic(context_bytes=received.inter_bytes + received.intra_bytes, context_inter_bytes=received.inter_bytes)
-    return _received(grid, rank, grid.members(link, rank), bytes_per_member)
+    return received
 
 
-def _received(grid: Grid, rank: int, senders: Iterable[int], bytes_per_member: int) -> Traffic:
-    others = [sender for sender in senders if sender != rank]
-    within = sum(grid.share_node(rank, other) for other in others)
-    return Traffic((len(others) - within) * bytes_per_member, within * bytes_per_member)
+def _from(peers: Peers, bytes_per_member: int) -> Traffic:
+    return Traffic(peers.remote * bytes_per_member, peers.local * bytes_per_member)

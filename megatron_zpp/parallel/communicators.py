@@ -74,9 +74,8 @@ def communicators(grid: Grid) -> tuple[Communicator, ...]:
     if grid.world_size == 1:
         return ()
     of_lanes = [
-        _communicator(
-            grid,
-            grid.members(lane.link, 0),
+        Communicator(
+            *grid.peers(lane.link, 0),
             lane_ctas(grid, lane),
             exchanges=lane.direction is not Direction.CLIMB,
             gathers=lane.direction is Direction.CLIMB or lane == TENSOR_ACROSS,
@@ -84,10 +83,4 @@ def communicators(grid: Grid) -> tuple[Communicator, ...]:
         for lane in (*LANES, *ACROSS_LANES)
         if grid.link_ranks(lane.link) > 1
     ]
-    return (*of_lanes, _communicator(grid, tuple(range(grid.world_size)), WORLD_CTAS, exchanges=False, gathers=True))
-
-
-def _communicator(grid: Grid, members: tuple[int, ...], ctas: int, *, exchanges: bool, gathers: bool) -> Communicator:
-    """That of rank 0, which is one of `members`."""
-    local = sum(grid.share_node(0, member) for member in members)
-    return Communicator(local - 1, len(members) - local, ctas, exchanges, gathers)
+    return (*of_lanes, Communicator(*grid.world_peers, WORLD_CTAS, exchanges=False, gathers=True))

@@ -20,12 +20,20 @@ d % C in sample group d // C. The context link joins those of one ladder. With C
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.ranks import context_choices
 from megatron_zpp.parallel.topology import Link, Topology
+
+
+class Peers(NamedTuple):
+    """How many other ranks a rank shares something with: those of its own node and those of others."""
+
+    local: int
+    remote: int
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,15 @@ class Grid:
             return self.context_ranks
         return self.tensor_ranks if link is Link.TENSOR else self.ladder.link_ranks(link)
 
+    def peers(self, link: Link, rank: int) -> Peers:
+        """Those that share `link` with `rank`."""
+        return _peers(self, link, rank)
+
+    @property
+    def world_peers(self) -> Peers:
+        """The other ranks of the world, for any rank."""
+        return Peers(self.ranks_per_node - 1, self.world_size - self.ranks_per_node)
+
     def groups(self, link: Link) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that share `link`, in the order of their first ranks."""
         return tuple(sorted({self.members(link, rank) for rank in range(self.world_size)}))
@@ -155,3 +172,10 @@ class Grid:
     def share_node(self, rank: int, other: int) -> bool:
         """Whether two ranks are on the same node."""
         return rank // self.ranks_per_node == other // self.ranks_per_node
+
+
+@cache  # a ledger asks for each hop, and a link of thousands of ranks is long to count
+def _peers(grid: Grid, link: Link, rank: int) -> Peers:
+    members = grid.members(link, rank)
+    local = sum(grid.share_node(rank, member) for member in members)
+    return Peers(local - 1, len(members) - local)
