@@ -17,7 +17,7 @@ from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.device_memory import NO_DEVICE, device_memory
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 
-LARGEST_NODES = 1 << 10  # of more, each would lessen hardly anything, and the random signs of a hop are one number per member
+LARGEST_NODES = 1 << 10  # of more, each would lessen hardly anything, and padding of small parts for so many ranks grows
 
 
 class AvailableMemory(NamedTuple):
@@ -65,8 +65,9 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
         return need_with(config.with_values(global_batch_size=batch), larger).total
 
     may_fit = need.whatever_the_world <= nbytes  # otherwise no other world is planned: each takes a fraction of a second
-    times = smallest_nodes(total, nbytes, grid.nodes // together) if may_fit else None
-    nodes = None if times is None else times * together
+    too_few = grid.nodes // together
+    most = max(LARGEST_NODES, 2 * too_few)
+    times = smallest_nodes(total, nbytes, too_few, most) if may_fit else None
     first = []
     if config.model.attention_dropout > 0 and 2 * other(attention_dropout=0.0).of(ACTIVATIONS) < need.of(ACTIVATIONS):
         first.append("--attention-dropout 0")  # its kernel keeps scores of tokens x tokens
@@ -75,11 +76,16 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
     keeps_inputs = config.model.recompute_granularity == "full" and not config.model.checkpoint_in_cpu
     if is_on_gpu and keeps_inputs and available.holds(other(checkpoint_in_cpu=True)):
         first.append("--checkpoint-in-cpu")
+    levers = _levers(config, padded_vocab_size, grid, need, first, fits_more_nodes=times is not None)
+    if times is not None:
+        world = f"{counted(times * together, 'node')} of {counted(grid.ranks_per_node, 'rank')}"
+        others = f", or give {any_of(levers)}" if levers else ""
+        remedy = f"the smallest world that fits is {world} with this much memory each{others}"
+    else:
+        none_fits = f"not even {most * together} such nodes are enough" if may_fit else "no number of such nodes is enough"
+        remedy = f"{none_fits}; choose {any_of([*levers, 'a smaller model'])}"
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
-    raise ValueError(
-        f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, padded_vocab_size, nodes, grid, need, first)}."
-    )
+    raise ValueError(f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; {remedy}.")
 
 
 def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes: int) -> str:
@@ -99,13 +105,12 @@ def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes:
     )
 
 
-def smallest_nodes(total: Callable[[int], int], available: int, too_few: int) -> int | None:
-    """Smallest number of nodes above `too_few` that need no more than `available` bytes; None if even LARGEST_NODES need more.
+def smallest_nodes(total: Callable[[int], int], available: int, too_few: int, enough: int) -> int | None:
+    """Smallest number of nodes from above `too_few` to `enough` that need no more than `available` bytes; None if even `enough` need more.
 
     total: bytes that so many nodes need. More nodes need less: nearly a constant, and a part that they divide. The search expects that, so
     that it plans few worlds, but relies only on less.
     """
-    enough = max(LARGEST_NODES, 2 * too_few)
     most, least = total(too_few), total(enough)
     if least > available:
         return None
@@ -121,27 +126,24 @@ def smallest_nodes(total: Callable[[int], int], available: int, too_few: int) ->
     return enough
 
 
-def _remedy(config: Config, padded_vocab_size: int, nodes: int | None, grid: Grid, need: MemoryNeed, first: Sequence[str]) -> str:
-    """first: the flags to name before others, such as those of which each makes the run fit."""
-    ranks_per_node = grid.ranks_per_node
+def _levers(
+    config: Config, padded_vocab_size: int, grid: Grid, need: MemoryNeed, first: Sequence[str], *, fits_more_nodes: bool
+) -> list[str]:
+    """Flags that lessen what a rank needs. first: those to name before others, such as those of which each makes the run fit."""
     levers = [*first]
     levers += [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
     levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
     levers += ["no --async-save"] if need.save_copy_on_device else []
     levers += ["--zero-gradients-between-microbatches primary"] if config.zero.zero_gradients_between_microbatches == "secondary" else []
     levers += _sequence_parallel(config, grid.tensor_ranks)
-    can_divide_weights = ranks_per_node > grid.tensor_ranks or not config.zero.zero_quantized_weight_differences
+    can_divide_weights = grid.ranks_per_node > grid.tensor_ranks or not config.zero.zero_quantized_weight_differences
     levers += ["--zero-stage 3"] if config.zero.zero_stage != 3 and can_divide_weights else []
-    if nodes is None:
+    if not fits_more_nodes:
         levers += _lever_without_copy(config.zero)
         levers += _larger_tensor_size(config, padded_vocab_size, grid)
         levers += _larger_context_size(config, grid) if need.of(ACTIVATIONS) > need.total // 2 else []
         levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
-        return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
-    others = f", or give {any_of(levers)}" if levers else ""
-    return (
-        f"the smallest world that fits is {counted(nodes, 'node')} of {counted(ranks_per_node, 'rank')} with this much memory each{others}"
-    )
+    return levers
 
 
 def _lever_without_copy(zero: ZeroConfig) -> list[str]:

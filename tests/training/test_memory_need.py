@@ -14,7 +14,7 @@ from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.training.memory_check import AvailableMemory, check_fits, smallest_nodes
+from megatron_zpp.training.memory_check import LARGEST_NODES, AvailableMemory, check_fits, smallest_nodes
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.kinds import (
     ACTIVATIONS,
@@ -138,6 +138,15 @@ def test_two_ranks_that_share_layers_have_half_of_the_states_but_for_what_both_h
 LONG = "--num-layers 4 --hidden-size 256 --seq-length 16384 --num-attention-heads 8 --batch-size 1 --fp16 --zero-stage 3"
 
 
+@pytest.mark.parametrize("kind", ["", "--checkpoint-activations", "--position-embedding-type rope --num-query-groups 4 --swiglu"])
+def test_activations_of_a_rank_fall_with_the_ranks_that_divide_samples_and_states_stay(kind: str) -> None:
+    needs = {ranks: Run(f"{LONG} {kind} --vocab-size 1000", 1, 4, context_ranks=ranks).need(is_on_gpu=False) for ranks in (1, 2, 4)}
+    for ranks in (2, 4):
+        assert needs[ranks].states == needs[1].states
+        fixed = 2 * 50304 * 256 * 2 + 64 * 2**20  # gradients of head and embedding, and the logits of a chunk
+        assert needs[ranks].of(ACTIVATIONS) == pytest.approx(needs[1].of(ACTIVATIONS) / ranks, abs=4 * fixed)
+
+
 def test_a_run_whose_activations_do_not_fit_is_told_of_more_ranks_for_each_sample() -> None:
     text = Run(LONG, 1, 8).refusal(200 * 2**20, is_on_gpu=False)
     assert "no number of such nodes is enough" in text and "--context-parallel-size 2" in text
@@ -212,7 +221,7 @@ def test_where_no_world_fits_the_levers_are_named() -> None:
 
 def test_a_copy_too_large_for_a_partition_is_named_since_more_nodes_do_not_shrink_it() -> None:
     text = Run(f"{TUTORIAL} {ZEROPP} 2", 2, 2).refusal(8 * GIB)
-    assert text.endswith("; no number of such nodes is enough; choose --zero-hpz-partition-size 1 or a smaller model.")
+    assert text.endswith(" such nodes are enough; choose --zero-hpz-partition-size 1 or a smaller model.")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +240,7 @@ def test_where_a_kept_copy_is_too_large_a_lever_is_what_the_run_accepts(flags: s
 
 def test_a_node_of_one_rank_that_sends_differences_is_not_told_to_divide_its_weights() -> None:
     text = Run(f"{TUTORIAL} --zeropp lean --zero-stage 2", 2, 1).refusal(8 * GIB)
-    assert text.endswith("; no number of such nodes is enough; choose a smaller model.")
+    assert text.endswith(" such nodes are enough; choose a smaller model.")
 
 
 def test_levers_stand_beside_the_smallest_world() -> None:
@@ -246,6 +255,11 @@ def test_where_activations_do_not_fit_beside_whole_logits_a_loss_in_chunks_is_a_
     assert run.refusal(run.need(is_on_gpu=False).total - 1, is_on_gpu=False).endswith(
         ", or give --checkpoint-activations or --loss-chunk-tokens 1024."
     )
+
+
+def test_attention_dropout_on_the_cpu_keeps_scores() -> None:
+    run = RunOfFewWords(f"{SMALL} --seq-length 512", 1, 1)
+    assert run.activations(is_on_gpu=False) > run.activations()
 
 
 def test_attention_as_plain_products_keeps_scores_and_flash_alone_leaves_shared_heads_shared() -> None:
@@ -267,6 +281,13 @@ def test_on_gpus_plain_products_keep_scores_in_fp32_and_with_dropout_twice_and_a
     short, long = (Run(f"{flags} {tokens}", 1, 1).activations() for tokens in (4096, 8192))
     quadratic = (4 * kept + beside) * 4 * 4096**2  # blocks; heads, tokens x tokens
     assert long - 2 * short == pytest.approx(2 * quadratic, rel=0.01)  # what grows with tokens alone cancels
+
+
+def test_on_gpus_there_are_no_fp32_values_of_a_chunk_of_logits() -> None:
+    head = "--hidden-size 64 --seq-length 1024 --loss-chunk-tokens 512"  # the peak is in the loss
+    run = Run(f"{SMALL} {head} --zero-stage 3 --attention-backend flash --attention-dropout 0", 1, 1)
+    difference = run.activations(is_on_gpu=False) - run.activations()
+    assert difference == pytest.approx(4 * 512 * VOCABULARY, abs=2**20)  # the rest is what attention keeps on each device
 
 
 @pytest.mark.parametrize(("flags", "bytes_per_parameter"), [("", 12), ("--no-save-optim", 4)])
@@ -336,22 +357,22 @@ def test_a_larger_world_that_is_to_fit_into_free_memory_has_the_buffers_of_more_
     assert more.context == 0 and more.workspaces == two.device.workspaces
 
 
-@given(limit=st.integers(2, 1000), start=st.integers(1, 40), fixed=st.integers(0, 10**9), divided=st.integers(10**7, 10**12))
+@given(limit=st.integers(2, LARGEST_NODES), start=st.integers(1, 40), fixed=st.integers(0, 10**9), divided=st.integers(10**7, 10**12))
 def test_the_search_finds_the_least_number_that_fits(limit: int, start: int, fixed: int, divided: int) -> None:
     def total(nodes: int) -> int:
         return fixed + -(-divided // nodes)
 
     limit = max(limit, start + 1)
-    assert smallest_nodes(total, total(limit), start) == limit
+    assert smallest_nodes(total, total(limit), start, LARGEST_NODES) == limit
 
 
-@given(st.integers(2, 1000), st.integers(1, 40))
+@given(st.integers(2, LARGEST_NODES - 40), st.integers(1, 40))
 def test_the_search_finds_it_whatever_the_bytes_that_fall(more: int, start: int) -> None:
-    assert smallest_nodes(lambda nodes: int(nodes < start + more), 0, start) == start + more
+    assert smallest_nodes(lambda nodes: int(nodes < start + more), 0, start, LARGEST_NODES) == start + more
 
 
 def test_the_search_ends_where_nothing_fits() -> None:
-    assert smallest_nodes(lambda nodes: 2, 1, 1) is None
+    assert smallest_nodes(lambda nodes: 2, 1, 1, 2) is None
 
 
 # ---- the optimizer's state on the host
