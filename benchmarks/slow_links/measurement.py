@@ -50,7 +50,7 @@ def smallest_hop(workload: Workload) -> int:
 
     Raises ValueError if a burst would carry a large part of it.
     """
-    nbytes = min(_smallest_hop_of(name, workload) for name in SETS)
+    nbytes = min(smallest_hop_of(name, workload) for name in SETS)
     if nbytes < FEWEST_BURSTS * BURST_BYTES:
         raise ValueError(
             f"the smallest hop between nodes brings {nbytes} bytes into one, less than {FEWEST_BURSTS} bursts of {BURST_BYTES}, which pass "
@@ -59,7 +59,8 @@ def smallest_hop(workload: Workload) -> int:
     return nbytes
 
 
-def _smallest_hop_of(name: str, workload: Workload) -> int:
+def smallest_hop_of(name: str, workload: Workload) -> int:
+    """Bytes that enter a node in the smallest hop of a unit that matters, of one configuration."""
     config = resolve(parse_flags(workload.flags(name)), workload.world_size, workload.ranks_per_node)
     specs = ModelShape(config.model, workload.padded_vocab_size).unit_specs()
     numel = {unit.name: sum(math.prod(param.shape) for param in unit.params) for unit in specs}

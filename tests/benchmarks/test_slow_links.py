@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import closed_forms
 from harness.interrupts import heed_interrupts
 from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.processes import children_of, is_alive, runs
 from slow_links import sandbox
 from slow_links.analysis import Rated, analyse
 from slow_links.configurations import ALL, DEEPSPEED, FSDP2, NAMES, SMOKE_MODEL, ZERO3, Workload
-from slow_links.measurement import chosen_rates, smallest_hop
+from slow_links.measurement import chosen_rates, smallest_hop, smallest_hop_of
 from slow_links.rates import UNLIMITED, Rate
 from slow_links.record import Record
 
@@ -50,6 +51,13 @@ def test_a_unit_that_a_burst_would_carry_is_refused_with_the_remedy() -> None:
     tiny = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 500"
     with pytest.raises(ValueError, match="less than 10 bursts.*larger --hidden-size"):
         smallest_hop(Workload(2, 2, tiny))
+
+
+def test_the_smallest_hop_is_the_integer_gradient_of_the_smallest_unit_that_matters() -> None:
+    model = f"--num-layers {closed_forms.LAYERS} --hidden-size {closed_forms.HIDDEN} --num-attention-heads 4 --bf16 --vocab-size 100"
+    model += f" --seq-length {closed_forms.POSITIONS} --make-vocab-size-divisible-by 8 --quantization-block-size {closed_forms.BLOCK}"
+    embedding = closed_forms.units(is_tied=True)[0]
+    assert smallest_hop_of(ALL, Workload(2, 2, model)) == 2 * closed_forms.payload_bytes(embedding, 4, 4, 2)
 
 
 def test_a_record_goes_on_with_its_rounds_and_refuses_those_of_another_measurement(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 
 from harness.places import ROOT
 
-MOST_FILES, MOST_LINES = 20, 3550
+MOST_FILES, MOST_LINES = 20, 3500
 PAGE = (ROOT / "docs" / "one_step.md").read_text(encoding="utf-8")
 STEP = PAGE.split("## The step\n")[1].split("\n## ")[0]
 TABLE = {file: int(lines) for file, lines in re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", STEP, re.MULTILINE)}
@@ -16,7 +16,7 @@ def lines_of(file: str) -> int:
     return len((ROOT / "megatron_zpp" / file).read_text(encoding="utf-8").splitlines())
 
 
-def test_the_step_is_at_most_20_files_and_3550_lines() -> None:
+def test_the_step_is_at_most_20_files_and_3500_lines() -> None:
     assert len(TABLE) <= MOST_FILES
     assert sum(map(lines_of, TABLE)) <= MOST_LINES
 

@@ -96,6 +96,28 @@ def test_the_planned_peak_of_head_and_loss_is_the_measured_one(vocabulary: int, 
     assert planned == pytest.approx(measured.peak, rel=0.01)
 
 
+def planned_bytes(vocabulary: int = VOCAB, samples: int = 1, *, is_on_gpu: bool = True, **changes: Any) -> int:
+    return peak_of_model(
+        planned_activations(small_config(**changes), vocabulary, samples, torch.bfloat16, Grid.of_nodes(1, 1), is_on_gpu=is_on_gpu)
+    )
+
+
+@pytest.mark.parametrize("tokens_of_chunk", [256, 1024])
+@pytest.mark.parametrize("length", [8192, 16384])
+def test_beside_the_heads_gradient_a_plan_grows_with_the_vocabulary_by_the_logits_of_a_chunk_alone(
+    tokens_of_chunk: int, length: int
+) -> None:
+    changes: dict[str, Any] = {"seq_length": length, "max_position_embeddings": length, "loss_chunk_tokens": tokens_of_chunk}
+    small, large = (planned_bytes(vocabulary, **changes) for vocabulary in (100_000, 200_000))
+    logits, gradient = 100_000 * 2 * tokens_of_chunk, 100_000 * 2 * changes.get("hidden_size", 24)
+    assert logits <= large - small <= 2 * logits + 3 * gradient
+
+
+def test_activations_grow_with_the_micro_batch() -> None:
+    one, two = (planned_bytes(samples=samples, **SHAPE) for samples in (1, 2))
+    assert one < two <= 2 * one
+
+
 def test_where_heads_are_repeated_for_their_queries_a_plan_counts_them_as_often_as_queries() -> None:
     """Efficient attention, which a GPU takes for fp32, has a key head for each query; flash shares them."""
 

@@ -19,7 +19,7 @@ from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.plan.kinds import GRADIENTS, OPTIMIZER, PINNED
+from megatron_zpp.training.plan.kinds import COPY, GRADIENTS, OPTIMIZER, PAYLOADS, PINNED
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.pieces import owned_pieces
 from megatron_zpp.zero.policy import (
@@ -211,8 +211,9 @@ def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or
     shape = ModelShape((17, 40))
     job = offloaded(job_of(ROWS[row], full_precision_iterations=exact_iterations, microbatches=microbatches, shape=shape))
 
-    plan = planned_step(job, Grid.of_nodes(*world), is_on_gpu=True).engine
-    states = states_of(plan)
+    planned = planned_step(job, Grid.of_nodes(*world), is_on_gpu=True)
+    plan, states = planned.engine, states_of(planned.engine)
+    kept = states[COPY] if job.policy.weights_in_step is Rung.SECONDARY else 0
     on_host = sum(plan.host_states.values(), start=Counter[str]())
 
     def program(gpu: Gpu) -> None:
@@ -231,6 +232,8 @@ def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or
         if job.policy.gradients is Rung.PRIMARY:
             assert states[GRADIENTS] == 4 * owned and OPTIMIZER not in states
         assert rank.engine.ladder.host_link.pinned_bytes == plan.on_host[PINNED]
+        staging = rank.engine.ladder.staging.allocated_bytes
+        assert exact_iterations or staging <= planned.memory.on_device[PAYLOADS] + kept  # else the plan's peak is in an exact step
         rank.engine.close()
         assert [after - before for before, after in itertools.pairwise(crossings)] == [2 * len(rank.engine.units)] * (job.steps - 1)
 

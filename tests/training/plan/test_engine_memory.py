@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +11,19 @@ import torch
 from harness.codes import LinkBits, code
 from harness.live_rank import held_by_small_ranks
 from harness.planned_engine import ALL, KEPT, UNOFFERED, planned_step
-from harness.planned_rank import check_peak, peak_of, states_of
+from harness.planned_rank import check_peak, peak_of, recorded, run_of, states_of
 from harness.small_engine import ROWS, Job, ModelShape
+from torch import nn
 
 from megatron_zpp.ops import extension
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.plan.kinds import COPY, GRADIENTS, PAYLOADS
+from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.training.plan.kinds import COPY, GRADIENTS, OPTIMIZER, PAYLOADS, WEIGHTS
+from megatron_zpp.training.plan.step_record import StepRecord
 from megatron_zpp.zero.policy import (
     POLICIES,
+    Policy,
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
@@ -82,6 +88,35 @@ def test_planned_buffers_and_gathered_units_do_not_grow_with_depth() -> None:
     assert fewer[PAYLOADS] == more[PAYLOADS] and fewer["gathered units"] == more["gathered units"]
 
 
+# ---- closed forms
+
+NUMEL = 1024 * 256
+
+
+def one_unit(policy: Policy, grid: Grid, *, starts_exact: bool = False) -> StepRecord:
+    """A step of one product of NUMEL weights in bf16."""
+    with torch.device("meta"):
+        module = nn.ModuleDict({"only": nn.Linear(256, 1024, bias=False, dtype=torch.bfloat16)})
+        values = torch.empty(2, 256, dtype=torch.bfloat16)
+    weight = ParamSpec("only.weight", Division.undivided((1024, 256)), lambda start, stop: torch.empty(stop - start, device="meta"), True)
+    units, uses = (UnitSpec("unit", (weight,)),), (Use("only", ("unit",), needs_weights_in_backward=True),)
+    record = recorded(module, units, uses, lambda: module["only"](values).sum())
+    job = Job(policy, torch.bfloat16, block_numel=256, full_precision_iterations=int(starts_exact))
+    return run_of(record, job.options(), grid)
+
+
+def test_zeropp_rests_in_16_bytes_per_parameter_of_the_world_and_one_of_the_partition() -> None:
+    states = states_of(one_unit(ALL, Grid(64, 16, 16)))
+    assert (states[WEIGHTS], states[GRADIENTS], states[OPTIMIZER]) == (4 * NUMEL // 64, 4 * NUMEL // 64, 8 * NUMEL // 64)
+    assert states[COPY] == NUMEL // 16 + NUMEL // 256 * 4 // 16  # codes of one byte, and a scale per block
+
+
+def test_states_of_stage_3_are_a_share_of_the_world() -> None:
+    for nodes, ranks_per_node in itertools.product((1, 2, 4), (1, 4)):
+        states = states_of(one_unit(POLICIES[3], Grid.of_nodes(nodes, ranks_per_node)))
+        assert sum(states.values()) * nodes * ranks_per_node == 16 * NUMEL
+
+
 def test_the_copy_takes_2_bytes_per_parameter_of_a_partition_and_sums_inside_it_4() -> None:
     plain, once, summed = (
         states_of(planned_step(replace(job_of(name), microbatches=1), Grid(8, 4, 4)).engine)
@@ -94,6 +129,5 @@ def test_the_copy_takes_2_bytes_per_parameter_of_a_partition_and_sums_inside_it_
 
 
 def test_a_run_that_starts_in_full_precision_is_planned_with_its_larger_copy() -> None:
-    jobs = (replace(job_of("ZeRO++"), full_precision_iterations=count) for count in (0, 1))
-    quantized, exact = (peak_of(planned_step(job, Grid(4, 2, 2)).engine).total for job in jobs)
-    assert exact > quantized
+    quantized, exact = (peak_of(one_unit(ALL, Grid(4, 2, 2), starts_exact=starts)) for starts in (False, True))
+    assert exact.by_kind[COPY] == 2 * NUMEL // 2 > quantized.by_kind[COPY] and exact.total > quantized.total

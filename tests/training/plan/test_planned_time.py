@@ -54,6 +54,18 @@ def test_without_overlap_a_step_takes_its_products_its_bytes_and_a_constant_for_
     assert time.seconds == pytest.approx(time.inter_link + time.intra_link + time.computing + 1e-3 * plan.collectives)
 
 
+def test_where_links_are_all_that_takes_time_the_speedup_is_that_of_the_bytes() -> None:
+    plain, paper = planned("--zero-stage 3"), planned(PAPER)
+    nbytes = [plan.traffic(Category.WEIGHTS, Category.GRADIENTS).inter_bytes for plan, _ in (plain, paper)]
+    times = [timed(plan, LinkSpeed(1e6), flops_per_second=float("inf")).seconds for plan in (plain, paper)]
+    assert times[0] / times[1] == pytest.approx(nbytes[0] / nbytes[1])
+
+
+def test_more_rounds_of_rotation_take_longer() -> None:
+    times = [timed(planned(f"{LEAN} --zero-quantized-gradients-inter-bits {bits}"), codec=CodecSpeed(rotated=1e-9)) for bits in (2, 3)]
+    assert times[0].codecs > times[1].codecs > 0
+
+
 def test_a_gather_of_stage_1_takes_the_latency_for_every_other_node_and_an_exchange_once() -> None:
     """Three nodes: six units climb in two rounds and descend in one, and the losses and the norm are gathered in two rounds each."""
     time = timed(planned("--zero-stage 1", 1), LinkSpeed(float("inf"), latency_seconds=0.05), overlap=Overlap.NONE)
