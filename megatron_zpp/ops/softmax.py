@@ -57,8 +57,9 @@ def softmax_parts(logits_TC: Tensor, labels_T: Tensor, columns: Columns, *, over
     check_values("logits", logits_TC, LOGIT_DTYPES)
     _check_tokens(logits_TC, labels=labels_T)
     parts = LogitParts(*(torch.empty(labels_T.shape, dtype=torch.float32, device=logits_TC.device) for _ in LogitParts._fields))
-    if _has_kernels_for(logits_TC):
-        _kernels_for(logits_TC).softmax_parts(logits_TC, labels_T.contiguous(), *columns, *parts)
+    kernels = _kernels_for(logits_TC)
+    if kernels is not None:
+        kernels.softmax_parts(logits_TC, labels_T.contiguous(), *columns, *parts)
     else:
         softmax_reference.softmax_parts(logits_TC, labels_T, *columns, *parts, overwrites=overwrites)
     return parts
@@ -78,15 +79,14 @@ def softmax_gradient(logits_TC: Tensor, first: int, terms: TokenTerms, gradient_
     _check_tokens(logits_TC, gradient=gradient_TC, labels=terms.labels_T, largest=terms.largest_T, sums=terms.sums_T)
     _check_tokens(logits_TC, grad_loss=terms.grad_loss_T)
     labels_T, *numbers = (term.contiguous() for term in terms)
-    ops = _kernels_for(logits_TC) if _has_kernels_for(logits_TC) else softmax_reference
+    ops = _kernels_for(logits_TC) or softmax_reference
     ops.softmax_gradient(logits_TC, labels_T, first, *numbers, gradient_TC)
 
 
-def _has_kernels_for(logits_TC: Tensor) -> bool:
-    return logits_TC.dtype in VALUE_DTYPES and extension.has_loss_kernels_for(logits_TC.device.type)
-
-
-def _kernels_for(logits_TC: Tensor) -> ModuleType | Any:
+def _kernels_for(logits_TC: Tensor) -> ModuleType | Any | None:
+    """Kernels, or what stands for them in a plan; None if there are none."""
+    if logits_TC.dtype not in VALUE_DTYPES or not extension.has_loss_kernels_for(logits_TC.device.type):
+        return None
     return planned if logits_TC.is_meta else torch.ops.megatron_zpp
 
 

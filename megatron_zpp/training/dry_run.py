@@ -131,8 +131,8 @@ def _planned(config: Config, world: PlannedWorld, padded_vocab_size: int) -> Run
     from megatron_zpp.training.run_plan import plan_as_given
 
     plan, assumed = plan_as_given(config, world, padded_vocab_size), config.plan
-    if assumed.memory_gigabytes is not None or assumed.host_memory_gigabytes is not None:
-        available = AvailableMemory(_bytes_of(assumed.memory_gigabytes), _bytes_of(assumed.host_memory_gigabytes, world.ranks_per_node))
+    available = AvailableMemory(_bytes_of(assumed.memory_gigabytes), _bytes_of(assumed.host_memory_gigabytes, world.ranks_per_node))
+    if not available.holds(plan.memory):
         check_fits(config, padded_vocab_size, plan.grid, is_on_gpu=world.is_on_gpu, available=available)
     return plan
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from harness.live_rank import Held
-from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.device_kind import standing_for
@@ -23,10 +22,9 @@ from megatron_zpp.training.plan.recorder import (
     META,
     NoLanes,
     PlannedStaging,
-    RecordedBackend,
-    RecordedLedger,
     RecordedStreams,
     Recorder,
+    recorded_ladder,
 )
 from megatron_zpp.training.plan.step_record import EngineRun, Peak, StepRecord
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -78,9 +76,8 @@ def planned_activations(
     """One micro-batch of a GPT on one rank, whose loss is the sum of the losses of all tokens."""
     workspace, recorder = Workspace(is_on_gpu), Recorder(notes_streams=True)
     streams = RecordedStreams(recorder) if is_on_gpu else None
-    staging, ledger = PlannedStaging(streams, None), RecordedLedger(grid, 0)
-    ledger.recorder = recorder
-    ladder = Ladder(RecordedBackend(grid, recorder, has_streams=is_on_gpu), NoLanes(), ledger, META, streams, staging=staging)
+    staging = PlannedStaging(streams, None)
+    ladder = recorded_ladder(grid, recorder, NoLanes(), streams, staging)
     with standing_for(workspace.device_type):
         tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, sequence_parallel)
         model = GPT(config, vocabulary, 7, dtype, tensor, ladder.context_link)

@@ -7,6 +7,7 @@ STATES = (WEIGHTS, GRADIENTS, OPTIMIZER, COPY)
 GATHERED, PAYLOADS, OTHER = "gathered units", "payload buffers", "other tensors"
 KEPT_INPUTS, ACTIVATIONS = "inputs of recomputed chunks", "activations"
 ON_DEVICE = (*STATES, GATHERED, PAYLOADS, OTHER, KEPT_INPUTS, ACTIVATIONS)  # in the order in which plans list them
+CODED = "values that a codec makes beside payloads"  # counted apart; a plan lists the most of them among other tensors
 # On a host that is not the device.
 MAIN_WEIGHTS, MOMENTS, MIRRORS, PINNED = "main weights", "Adam's moments", "mirrors of kept copies", "pinned staging"
 ON_HOST = (MAIN_WEIGHTS, MOMENTS, MIRRORS, PINNED, OTHER, KEPT_INPUTS)

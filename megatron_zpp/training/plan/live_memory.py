@@ -197,13 +197,6 @@ class LiveMemory(TorchDispatchMode):
             self.total += sign * place.nbytes
 
 
-@cache  # reading a schema takes longer than most operations
-def _is_view(func: Any) -> bool:
-    """Whether the operator only describes memory of its arguments in another way."""
-    returns = func._schema.returns
-    return bool(returns) and all(output.alias_info is not None and not output.alias_info.is_write for output in returns)
-
-
 def most_bytes(run: Callable[[], object], workspace: Workspace) -> int:
     """The most bytes at once of the tensors that `run` makes on the meta device."""
     most = 0
@@ -216,6 +209,13 @@ def most_bytes(run: Callable[[], object], workspace: Workspace) -> int:
     with live, live.of_kind(""):
         run()
     return most
+
+
+@cache  # reading a schema takes longer than most operations
+def _is_view(func: Any) -> bool:
+    """Whether the operator only describes memory of its arguments in another way."""
+    returns = func._schema.returns
+    return bool(returns) and all(output.alias_info is not None and not output.alias_info.is_write for output in returns)
 
 
 @cache

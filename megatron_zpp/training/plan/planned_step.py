@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.ledger import Category, Traffic
-from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.schema import Config, DistributedConfig, ModelConfig, PrecisionConfig
 from megatron_zpp.data.loader import MicroBatch
 from megatron_zpp.model.chunks import recomputed_chunks
@@ -32,7 +31,7 @@ from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.model_record import Event, ModelRecord, record_model
 from megatron_zpp.training.plan.program import Booked, Compute, Cross, Item, Segment, Submit
-from megatron_zpp.training.plan.recorder import META, NoLanes, PlannedStaging, RecordedBackend, RecordedLedger, RecordedStreams, Recorder
+from megatron_zpp.training.plan.recorder import META, NoLanes, PlannedStaging, RecordedStreams, Recorder, recorded_ladder
 from megatron_zpp.training.plan.repeats import Repeat, without_repeats
 from megatron_zpp.training.plan.step_record import EngineRun, StepRecord
 from megatron_zpp.training.setup import build_model, engine_options, working_dtype
@@ -200,10 +199,8 @@ class _ModelJob:
 def _recorded(job: _ModelJob) -> ModelRecord:
     config, recorder = job.config, Recorder(notes_streams=True)
     streams = RecordedStreams(recorder) if job.workspace.is_on_gpu else None
-    ledger = RecordedLedger(job.grid, 0)
-    ledger.recorder = recorder
     staging = PlannedStaging(streams, None)
-    ladder = Ladder(RecordedBackend(job.grid, recorder, has_streams=streams is not None), NoLanes(), ledger, META, streams, staging=staging)
+    ladder = recorded_ladder(job.grid, recorder, NoLanes(), streams, staging)
     places = (staging,) if streams is None else (staging, streams)
     with standing_for(job.workspace.device_type):
         model = build_model(config, job.padded_vocab_size, None, ladder)

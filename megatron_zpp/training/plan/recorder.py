@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.backend import Work
-from megatron_zpp.comm.lanes import Hop
+from megatron_zpp.comm.lanes import Hop, Lanes
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic, link_traffic
+from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.moves import NEVER
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.ops.planned import CodecWork, listening
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, MOST_CROSSING, Direction, Lane
-from megatron_zpp.training.plan.kinds import KEPT_INPUTS, MAIN_WEIGHTS, PINNED
+from megatron_zpp.training.plan.kinds import CODED, KEPT_INPUTS, MAIN_WEIGHTS, PINNED
 from megatron_zpp.training.plan.live_memory import LiveMemory
 from megatron_zpp.training.plan.program import (
     COMPUTATION,
@@ -38,7 +39,6 @@ from megatron_zpp.training.plan.program import (
 )
 
 META = torch.device("meta")
-CODED = "values that a codec makes beside payloads"
 
 
 @dataclass
@@ -201,7 +201,7 @@ class RecordedBackend:
         return self._cross(lane, own.numel())
 
     def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work | None:
-        return self._cross(lane, sent.numel() // len(self.grid.members(lane.link, self.rank)))
+        return self._cross(lane, sent.numel() // self.grid.link_ranks(lane.link))
 
     def gather_world(self, own: Tensor) -> Tensor:
         self._recorder.items.append(GatherNumbers())
@@ -235,12 +235,14 @@ class _Crossing:
 class RecordedLedger(Ledger):
     """A ledger whose bookings are items, too."""
 
-    recorder: Recorder
+    def __init__(self, grid: Grid, recorder: Recorder) -> None:
+        super().__init__(grid, 0)
+        self._recorder = recorder
 
     def book(self, category: Category, traffic: Traffic) -> None:
         super().book(category, traffic)
         if traffic != Traffic():
-            self.recorder.items.append(Booked(category, traffic))
+            self._recorder.items.append(Booked(category, traffic))
 
 
 # ---- lanes
@@ -375,3 +377,12 @@ class RecordedThreadLanes(RecordedLanes):
                     self._prepare(hop)
                 if hop.launched == NEVER:
                     self._launch(hop)  # of the last one: once the first has crossed, and before it has landed (comm/moves.py)
+
+
+# ---- the links of a rank
+
+
+def recorded_ladder(grid: Grid, recorder: Recorder, lanes: Lanes, streams: RecordedStreams | None, staging: PlannedStaging) -> Ladder:
+    """The links of rank 0. streams: None on a CPU."""
+    backend = RecordedBackend(grid, recorder, has_streams=streams is not None)
+    return Ladder(backend, lanes, RecordedLedger(grid, recorder), META, streams, staging=staging)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.links import Ladder
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
@@ -17,6 +16,7 @@ from megatron_zpp.parallel.topology import Direction
 from megatron_zpp.training.plan.hollow_model import HollowModel, Player
 from megatron_zpp.training.plan.kinds import (
     ACTIVATIONS,
+    CODED,
     COPY,
     GATHERED,
     GRADIENTS,
@@ -33,16 +33,13 @@ from megatron_zpp.training.plan.model_record import Event, ModelRecord, Part
 from megatron_zpp.training.plan.operators import Operators
 from megatron_zpp.training.plan.program import Segment
 from megatron_zpp.training.plan.recorder import (
-    CODED,
-    META,
     PlannedStaging,
-    RecordedBackend,
     RecordedLanes,
-    RecordedLedger,
     RecordedStreamLanes,
     RecordedStreams,
     RecordedThreadLanes,
     Recorder,
+    recorded_ladder,
 )
 from megatron_zpp.training.step import gather_numbers
 from megatron_zpp.zero.engine import ZeroEngine
@@ -137,14 +134,11 @@ class EngineRun:
         recorder, live, observer = self.recorder, self._live, self._observer
         streams = RecordedStreams(recorder) if self._workspace.is_on_gpu else None
         lanes: RecordedLanes = RecordedThreadLanes(recorder, live) if streams is None else RecordedStreamLanes(recorder, live, streams)
-        ledger = RecordedLedger(self._grid, 0)
-        ledger.recorder = recorder
         staging = PlannedStaging(streams, PAYLOADS)
         staging.live = live
         if streams is not None:
             streams.live = live
-        backend = RecordedBackend(self._grid, recorder, has_streams=streams is not None)
-        ladder = Ladder(backend, lanes, ledger, META, streams, staging=staging)
+        ladder = recorded_ladder(self._grid, recorder, lanes, streams, staging)
         model = HollowModel(self._record, self._player, lambda: live.of_kind(None))
         with standing_for(self._workspace.device_type), live, live.of_kind(OTHER):
             options = EngineOptions(**{**vars(self._options), "observer": observer})
