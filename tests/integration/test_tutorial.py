@@ -68,9 +68,7 @@ def test_the_command_as_printed_on_one_process_of_a_small_machine_is_refused_wit
     assert line.startswith("pretrain_zeropp_gpt.py: error: the one rank needs 278.0 GiB")
     for part in ("weights 68.7 GiB", "gradients 68.7 GiB", "optimizer state 137.4 GiB", "gathered units 1.7 GiB", "activations "):
         assert part in line
-    assert re.search(
-        r"has \d+\.\d GiB of host memory; (the smallest world that fits is \d+ nodes of 1 rank|.* such nodes (is|are) enough)", line
-    )
+    assert re.search(r"has \d+\.\d GiB of host memory; .*(world that fits is \d+ nodes of 1 rank|nodes (is|are) enough)", line)
     assert "BENCHMARK MODE" in done.stdout
 
 
