@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from command import errors_in_words, parsed, parsed_with_flags_of_run, rank_count
 from plan_estimates import Estimate, Rate, Sizes, sizes_of
+from tqdm import tqdm
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
@@ -70,10 +71,10 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
 
     from megatron_zpp.training.run_plan import plan_member
 
-    by_size = {
-        sizes: [plan_member(config, member, world, padded) for member, config in of_size.items()]
-        for sizes, of_size in configs_by_size.items()
-    }
+    by_size: dict[Sizes, list[RunPlan]] = {sizes: [] for sizes in configs_by_size}
+    runs = [(sizes, member, config) for sizes, of_size in configs_by_size.items() for member, config in of_size.items()]
+    for sizes, member, config in tqdm(runs, unit="plan", delay=2, leave=False, disable=None):  # on a terminal alone
+        by_size[sizes].append(plan_member(config, member, world, padded))
     zero3 = next(plan for plan in by_size[sizes_of(configs[ZERO_3])] if plan.member is ZERO_3)
     flops_per_second = _flops_per_second(options, zero3)
     by_rate = {gigabits: _rate(by_size, gigabits, options) for gigabits in options.inter_gigabits}

@@ -58,14 +58,16 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
         return need
 
     together = max(1, grid.context_ranks // grid.ladder.ranks_per_node)  # nodes that only together have whole samples
+    too_few = grid.nodes // together
 
     def total(times: int) -> int:
+        if times == too_few:
+            return need.total
         larger = replace(grid, world_size=times * together * grid.ranks_per_node)
         batch = config.training.global_batch_size * larger.sample_groups // grid.sample_groups  # of as many micro-batches per rank
         return need_with(config.with_values(global_batch_size=batch), larger).total
 
     may_fit = need.whatever_the_world <= nbytes  # otherwise no other world is planned: each takes a fraction of a second
-    too_few = grid.nodes // together
     most = max(LARGEST_NODES, 2 * too_few)
     times = smallest_nodes(total, nbytes, too_few, most) if may_fit else None
     first = []

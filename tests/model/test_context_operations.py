@@ -20,11 +20,11 @@ from torch import Tensor
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.kept_places import Arena, NewPlaces, Places
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.model.kept_inputs import kept_inputs_shape
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Link
 from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.tensor_parallel.kept_inputs import KeptInputs
+from megatron_zpp.training.kept_inputs import kept_inputs_shape
 from megatron_zpp.zero.policy import POLICIES
 
 pytestmark = pytest.mark.virtual

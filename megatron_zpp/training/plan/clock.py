@@ -106,20 +106,17 @@ class Step(Protocol):
 
 def step_time(step: Step, grid: Grid, machine: Machine) -> StepTime:
     """The time of a step in the middle of a run: its first climbs were submitted in the step before."""
-    recorded = min(step.microbatches, RECORDED_MICROBATCHES)
-    found = _time_of(list(step.items(recorded)), grid, machine)
-    if recorded == step.microbatches:
-        return found
-    one_more = found - _time_of(list(step.items(recorded - 1)), grid, machine)
-    return found.plus(step.microbatches - recorded, one_more)
-
-
-def _time_of(items: list[Item], grid: Grid, machine: Machine) -> StepTime:
     clock = _CLOCKS[machine.overlap](machine, grid)
-    clock.play(items)
-    before = clock.reading()
-    clock.play(items)
-    return clock.reading() - before
+
+    def again(microbatches: int) -> StepTime:
+        before = clock.reading()
+        clock.play(step.items(microbatches))
+        return clock.reading() - before
+
+    recorded = min(step.microbatches, RECORDED_MICROBATCHES)
+    again(recorded)
+    found = again(recorded)
+    return found if recorded == step.microbatches else found.plus(step.microbatches - recorded, found - again(recorded - 1))
 
 
 BUSY = tuple(field.name for field in fields(StepTime) if field.name != "seconds")

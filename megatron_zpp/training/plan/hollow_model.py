@@ -95,9 +95,10 @@ class HollowModel(nn.Module):
         for part in record.parts:
             if part.mark.event is Event.GRADIENT:
                 of_uses.setdefault(part.mark.use, []).append(part.mark.parameter)
-        for index, use in enumerate(self._uses):
-            module = self._module_at(use.module)
-            module.plan = _PlannedUse(self, index, of_uses.get(index, []))
+        self._modules_of_uses = [self._module_at(use.module) for use in self._uses]
+        for index, module in enumerate(self._modules_of_uses):
+            parameters = [(name, self._module_at(name.rpartition(".")[0])) for name in of_uses.get(index, [])]
+            module.plan = _PlannedUse(self, index, parameters)
 
     def forward(self) -> Tensor:
         """What stands for the loss, []."""
@@ -109,7 +110,7 @@ class HollowModel(nn.Module):
 
     def _through(self, uses: Sequence[int], hidden: Tensor) -> Tensor:
         for use in uses:
-            hidden = self.get_submodule(self._uses[use].module)(hidden)
+            hidden = self._modules_of_uses[use](hidden)
         return hidden
 
     def _module_at(self, path: str) -> _Hollow:
@@ -132,19 +133,19 @@ class _Hollow(nn.Module):
 
 @dataclass(eq=False)
 class _PlannedUse:
-    """One use of the model. parameters: those that get gradients in its backward, in order."""
+    """One use of the model. parameters: the names of those that get gradients in its backward, in order, and the modules that have them."""
 
     model: HollowModel
     use: int
-    parameters: Sequence[str]
+    parameters: Sequence[tuple[str, nn.Module]]
 
     def forward(self, hidden: Tensor) -> Tensor:
         with self.model.quietly():
             self.model.player.reach_use(self.use)
             self.model.player.play()
             hidden = _End.apply(hidden, self.model)
-            for name in reversed(self.parameters):
-                hidden = _Gradient.apply(hidden, self.model.get_parameter(name), self.model, name)
+            for name, owner in reversed(self.parameters):
+                hidden = _Gradient.apply(hidden, owner._parameters[name.rpartition(".")[2]], self.model, name)
         return hidden
 
 
@@ -153,9 +154,10 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, parameter: Tensor, model: HollowModel, name: str) -> Tensor:
-        ctx.save_for_backward(hidden, parameter)
-        ctx.model, ctx.name, ctx.shape = model, name, parameter.shape
-        return hidden.clone()
+        ctx.save_for_backward(parameter)
+        ctx.model, ctx.name, ctx.shape, ctx.dtype = model, name, parameter.shape, parameter.dtype
+        ctx.mark_dirty(hidden)  # a copy would be one operator more for each parameter
+        return hidden
 
     @staticmethod
     @once_differentiable
@@ -164,7 +166,7 @@ class _Gradient(torch.autograd.Function):
             _ = ctx.saved_tensors  # calls the forward of the chunk again
         with ctx.model.quietly():
             ctx.model.player.reach_gradient(ctx.name)
-            return grad.clone(), grad.new_empty(ctx.shape), None, None
+            return grad, grad.new_empty(ctx.shape, dtype=ctx.dtype), None, None
 
 
 class _End(torch.autograd.Function):
@@ -180,4 +182,4 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         with ctx.model.quietly():
             ctx.model.player.play_before_use()
-            return grad.clone(), None
+            return grad, None

@@ -148,9 +148,12 @@ class LiveMemory(TorchDispatchMode):
                 self._count(place, -1)
             self._resizable.setdefault(kind, []).append(storage)
 
-    def resized(self) -> Counter[str]:
-        """The bytes of resizable storages now, by kind."""
-        return Counter({kind: sum(storage.nbytes() for storage in storages) for kind, storages in self._resizable.items()})
+    def now(self) -> Counter[str]:
+        """The bytes on the device by kind, with those of resizable storages."""
+        found = self.by_kind.copy()
+        for kind, storages in self._resizable.items():
+            found[kind] += sum(storage.nbytes() for storage in storages)
+        return found
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> tuple[Counter[str], Counter[str]]:
         """The bytes of these tensors by kind, on the device and on its host. A storage that several of them share counts once."""

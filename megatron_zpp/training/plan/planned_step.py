@@ -7,11 +7,10 @@ the step come from these two runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,34 +113,37 @@ class PlannedStep:
                         for _ in range(repeat.times):
                             yield from again
 
-    def _counted(self, count: Callable[[Item], Any], zero: Any) -> Any:
-        """The sum of `count` over everything in a step."""
+    def _times(self, segment: Segment) -> int:
+        """How many segments of a step this one stands for, itself included."""
+        between = segment.microbatch == 1 and self.microbatches >= RECORDED_MICROBATCHES
+        layers = 1 + sum(repeat.times for repeat in self.repeats if segment.name in repeat.units)
+        return layers * (self.microbatches - RECORDED_MICROBATCHES + 1 if between else 1)
 
-        def of(microbatches: int) -> Any:
-            return sum((count(item) for item in self.items(microbatches)), start=zero)
-
-        recorded = min(self.microbatches, RECORDED_MICROBATCHES)
-        known = of(recorded)
-        return known if recorded == self.microbatches else known + (known - of(recorded - 1)) * (self.microbatches - recorded)
+    def _items_and_times(self) -> Iterator[tuple[Item, int]]:
+        """Each recorded item, and how often there is one like it in a step."""
+        return ((item, times) for segment in self.engine.segments for times in [self._times(segment)] for item in segment.items)
 
     def traffic(self, *categories: Category) -> Traffic:
         """What the rank receives in a step, of these categories."""
-        found: Traffic = self._counted(
-            lambda item: item.traffic if isinstance(item, Booked) and item.category in categories else Traffic(), Traffic()
-        )
-        return found
+        return sum((self._booked[category] for category in categories), start=Traffic())
+
+    @cached_property
+    def _booked(self) -> Mapping[Category, Traffic]:
+        booked = dict.fromkeys(Category, Traffic())
+        for item, times in self._items_and_times():
+            if isinstance(item, Booked):
+                booked[item.category] += item.traffic * times
+        return booked
 
     @cached_property
     def flops(self) -> float:
         """Floating-point operations of products in a step of this rank, those that are repeated included."""
-        found: float = self._counted(lambda item: item.flops if isinstance(item, Compute) else 0.0, 0.0)
-        return found
+        return sum(times * item.flops for item, times in self._items_and_times() if isinstance(item, Compute))
 
     @cached_property
     def collectives(self) -> int:
         """In which the rank takes part in a step, without those of a few numbers."""
-        found: int = self._counted(lambda item: isinstance(item, (Submit, Cross)) and item.traffic != Traffic(), 0)
-        return found
+        return sum(times for item, times in self._items_and_times() if isinstance(item, (Submit, Cross)) and item.traffic != Traffic())
 
 
 def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: bool) -> PlannedStep:

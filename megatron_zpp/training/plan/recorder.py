@@ -82,9 +82,11 @@ class Recorder:
     def counting(self) -> Iterator[HopWork]:
         """Counts what a hop has to do inside the block."""
         work = self.of_hop = HopWork()
-        with listening(work.add):
-            yield work
-        self.of_hop = None
+        try:
+            with listening(work.add):
+                yield work
+        finally:
+            self.of_hop = None
 
     def follow(self, stream: int, other: int) -> None:
         if self.notes_streams and stream != other:

@@ -240,7 +240,8 @@ class EngineRun:
         total = live.total - live.by_kind[CODED] + coded + live.resized_total + beside
         known = self._peaks.get(held)
         if known is None or total >= known.total:  # of equal ones the last, when what lasts has its name
-            kinds = live.by_kind + live.resized() + self._played.lasting
+            kinds = live.now()
+            kinds.update(self._played.lasting)
             kinds[ACTIVATIONS] += beside - sum(self._played.lasting.values())
             kinds[OTHER] += coded
             del kinds[CODED]

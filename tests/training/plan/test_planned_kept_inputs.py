@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.model.kept_inputs import kept_inputs_shape
+from megatron_zpp.training.kept_inputs import kept_inputs_shape
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 from megatron_zpp.training.plan.planned_step import PlannedMemory, plan_step
 from megatron_zpp.training.sharding import grid_of
