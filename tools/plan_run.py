@@ -5,7 +5,7 @@
 
 Flags after `--` are the training script's. Of the ZeRO flags only the details count (bits, block, partition), because
 the plan compares all stages and features. A member of the family whose code does not have the given number of bits keeps its default.
-Each plan is a real step of one rank on a machine that computes nothing, and takes some seconds in all for any size of cluster.
+Each plan is a real step of one rank on a machine that computes nothing, and all take half a minute or less for any size of cluster.
 docs/slow_links.md lists the assumptions about time.
 """
 

@@ -62,16 +62,25 @@ def flags_of(case: str, grid: Grid) -> str:
     return f"{MODEL} {case} --ranks-per-node {grid.ranks_per_node}"
 
 
-def planned(flags: str, grid: Grid) -> Mapping[str, int]:
+def planned(flags: str, grid: Grid, vocabulary: int = VOCAB) -> Mapping[str, int]:
     """Bytes by kind."""
     config = resolve(parse_flags(flags.split()), grid.world_size, grid.ranks_per_node)
-    return plan_step(config, grid, VOCAB, is_on_gpu=False).memory.on_device
+    return plan_step(config, grid, vocabulary, is_on_gpu=False).memory.on_device
 
 
 @pytest.mark.parametrize(("case", "grid"), CASES, ids=str)
 def test_the_planned_peak_of_a_step_holds_the_measured_one_and_without_buffers_at_most_7_percent_more(case: str, grid: Grid) -> None:
     flags = flags_of(case, grid)
     check_peak(planned(flags, grid), held_by_ranks(flags, grid))
+
+
+def test_a_gradient_of_16_bits_counts_once() -> None:
+    """That of a head of 4096 words is larger than all activations of a chunk of 16 tokens."""
+    grid, words = Grid.of_nodes(1, 2), 4096
+    untied = "--untie-embeddings-and-output-weights --loss-chunk-tokens 16 --num-layers 1 --seq-length 32"
+    flags = flags_of(f"{PLAIN} --zero-stage 3 --bf16 {untied} --vocab-size {words}", grid)
+    measured = max(rank.peak for rank in held_by_ranks(flags, grid))
+    assert sum(planned(flags, grid, words).values()) == pytest.approx(measured, rel=1e-3)
 
 
 def evaluate(session: Session) -> None:
