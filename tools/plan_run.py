@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 
 TENSOR_SIZES = (1, 2, 4, 8)
 CONTEXT_SIZES = (1, 2, 4, 8, 16)
+MOST_PROCESSES = 16
 GROUP_NODES = 2  # the most nodes of a group of these sizes
 ZERO_3 = next(member for member in MEMBERS if member.name == "ZeRO-3")
 COMPARED = tuple(member for member in MEMBERS if member.name in ("ZeRO-1", "ZeRO-3", "ZeRO++", "lean-1", "lean"))  # for other sizes
@@ -69,15 +74,10 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     # These import torch, which takes seconds: mistakes in flags are found before.
     from plan_tables import plan_as_json, plan_as_text
 
-    from megatron_zpp.training.run_plan import plan_member
-
-    by_size: dict[Sizes, list[RunPlan]] = {sizes: [] for sizes in configs_by_size}
-    runs = [(sizes, member, config) for sizes, of_size in configs_by_size.items() for member, config in of_size.items()]
-    for sizes, member, config in tqdm(runs, unit="plan", delay=2, leave=False, disable=None):  # on a terminal alone
-        by_size[sizes].append(plan_member(config, member, world, padded))
-    zero3 = next(plan for plan in by_size[sizes_of(configs[ZERO_3])] if plan.member is ZERO_3)
+    runs = [(config, member) for of_size in configs_by_size.values() for member, config in of_size.items()]
+    by_rate = dict(zip(options.inter_gigabits, map(_rate, _estimated(runs, world, padded, options)), strict=True))
+    zero3 = next(estimate.plan for estimate in next(iter(by_rate.values())).as_given if estimate.plan.member == ZERO_3)
     flops_per_second = _flops_per_second(options, zero3)
-    by_rate = {gigabits: _rate(by_size, gigabits, options) for gigabits in options.inter_gigabits}
     print("\n".join([plan_as_text(world, zero3, vocab_size, flops_per_second, by_rate), *map(wrapped, left_out)]))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -136,15 +136,40 @@ def _configs(given: Config, members: Sequence[Member], world: PlannedWorld) -> t
     return configs, [f"Left out: {', '.join(names)}: {reason}" for reason, names in left_out.items()]
 
 
-def _rate(by_size: dict[Sizes, list[RunPlan]], gigabits: float, options: argparse.Namespace) -> Rate:
-    estimates = {sizes: _estimates(plans, gigabits, options) for sizes, plans in by_size.items()}
-    return Rate(next(iter(estimates.values())), dict(sorted(estimates.items())))
+def _estimated(
+    runs: Sequence[tuple[Config, Member]], world: PlannedWorld, padded: int, options: argparse.Namespace
+) -> list[tuple[Estimate, ...]]:
+    """For each rate, the estimates of all runs. Every processor plans some of them."""
+    import megatron_zpp.training.run_plan  # noqa: F401  before processes are forked, which would import it each
+
+    processes = min(len(os.sched_getaffinity(0)), len(runs), MOST_PROCESSES)
+    leaves_ctrl_c_to_this_process = signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(processes, get_context("fork"), *leaves_ctrl_c_to_this_process) as pool:
+        futures = [pool.submit(_estimates, config, member, world, padded, options) for config, member in runs]
+        try:
+            # The bar is for terminals alone.
+            found = [future.result() for future in tqdm(futures, unit="plan", delay=2, leave=False, disable=None)]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return list(zip(*found, strict=True))
 
 
-def _estimates(plans: Sequence[RunPlan], gigabits: float, options: argparse.Namespace) -> list[Estimate]:
-    """All plans have the same sizes and batch, so the same computation."""
-    machine = _machine(gigabits, _flops_per_second(options, plans[0]), options)
-    return [Estimate(plan, plan.time(machine), _fits(plan, options)) for plan in plans]
+def _estimates(config: Config, member: Member, world: PlannedWorld, padded: int, options: argparse.Namespace) -> list[Estimate]:
+    """Of one run, at each rate."""
+    from megatron_zpp.training.run_plan import plan_member
+
+    plan = plan_member(config, member, world, padded)
+    machines = [_machine(gigabits, _flops_per_second(options, plan), options) for gigabits in options.inter_gigabits]
+    return [Estimate(plan, plan.time(machine), _fits(plan, options)) for machine in machines]
+
+
+def _rate(estimates: Sequence[Estimate]) -> Rate:
+    """Of the estimates at one rate, those of the given sizes first."""
+    by_size = dict[Sizes, list[Estimate]]()
+    for estimate in estimates:
+        by_size.setdefault(estimate.sizes, []).append(estimate)
+    return Rate(next(iter(by_size.values())), dict(sorted(by_size.items())))
 
 
 def _fits(plan: RunPlan, options: argparse.Namespace) -> bool | None:
@@ -166,7 +191,7 @@ def _machine(gigabits: float, flops_per_second: float, options: argparse.Namespa
 
 
 def _flops_per_second(options: argparse.Namespace, plan: RunPlan) -> float:
-    """That of the plan's sizes and batch, the same for all members."""
+    """That of the plan's sizes and batch, the same for all members: their computation is the same."""
     seconds: float | None = options.step_seconds
     return options.teraflops * TERA if seconds is None else plan.flops_per_second(seconds)
 

@@ -236,4 +236,8 @@ def _batch(config: Config, grid: Grid) -> MicroBatch:
 
 
 def _no_values(name: str, division: Division) -> InitialValues:
-    return lambda start, stop: torch.empty(stop - start, device=META)
+    return _empty
+
+
+def _empty(start: int, stop: int) -> Tensor:
+    return torch.empty(stop - start, device=META)
