@@ -65,7 +65,7 @@ def test_the_command_as_printed_on_one_process_of_a_small_machine_is_refused_wit
     done = run_alone(tmp_path, AS_PRINTED, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("pretrain_zeropp_gpt.py: error: the one rank needs 278.0 GiB")
+    assert line.startswith("pretrain_zeropp_gpt.py: error: the one rank needs 277.7 GiB")
     for part in ("weights 68.7 GiB", "gradients 68.7 GiB", "optimizer state 137.4 GiB", "gathered units 1.7 GiB", "activations "):
         assert part in line
     assert re.search(r"has \d+\.\d GiB of host memory; .*(world that fits is \d+ nodes of 1 rank|nodes (is|are) enough)", line)

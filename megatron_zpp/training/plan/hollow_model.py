@@ -102,7 +102,8 @@ class HollowModel(nn.Module):
 
     def forward(self) -> Tensor:
         """What stands for the loss, []."""
-        hidden = torch.zeros((), device="meta")
+        with self.quietly():
+            hidden = torch.zeros((), device="meta")
         for chunk, uses in groupby(range(len(self._uses)), key=lambda use: self._uses[use].recomputed_in):
             indices = tuple(uses)
             hidden = self._through(indices, hidden) if chunk is None else recomputed(self._through, indices, hidden)
@@ -182,4 +183,4 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         with ctx.model.quietly():
             ctx.model.player.play_before_use()
-            return grad, None
+            return grad.clone(), None  # not the gradient of the loss, which a run does not keep
