@@ -5,7 +5,7 @@
 
 Flags after `--` are the training script's. Of the ZeRO flags only the details count (bits, block, partition), because
 the plan compares all stages and features. A member of the family whose code does not have the given number of bits keeps its default.
-Each plan is a real step of one rank on a machine that computes nothing, and all take half a minute or less for any size of cluster.
+Each plan is a real step of one rank on a machine that computes nothing, and all take seconds to a minute for any size of cluster.
 docs/slow_links.md lists the assumptions about time.
 """
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -70,13 +68,12 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     vocab_size = _vocab_size(given)
     padded = embedding_rows(given.model, vocab_size)
     configs, left_out = _configs(given, MEMBERS, world)
-    configs_by_size = _by_size(given, world, configs, padded)
+    runs = _runs(given, world, configs, padded)
     # These import torch, which takes seconds: mistakes in flags are found before.
     from plan_tables import plan_as_json, plan_as_text
 
-    runs = [(config, member) for of_size in configs_by_size.values() for member, config in of_size.items()]
     by_rate = dict(zip(options.inter_gigabits, map(_rate, _estimated(runs, world, padded, options)), strict=True))
-    zero3 = next(estimate.plan for estimate in next(iter(by_rate.values())).as_given if estimate.plan.member == ZERO_3)
+    zero3 = next(estimate.plan for estimate in by_rate[options.inter_gigabits[0]].as_given if estimate.plan.member == ZERO_3)
     flops_per_second = _flops_per_second(options, zero3)
     print("\n".join([plan_as_text(world, zero3, vocab_size, flops_per_second, by_rate), *map(wrapped, left_out)]))
     if options.output is not None:
@@ -92,19 +89,19 @@ def _rates(options: argparse.Namespace) -> list[float]:
     return options.inter_gigabits or [float("inf")]
 
 
-def _by_size(given: Config, world: PlannedWorld, as_given: dict[Member, Config], padded: int) -> dict[Sizes, dict[Member, Config]]:
-    """The configurations for each of the sizes that groups of ranks could have, first those with the given sizes, which are of all members.
+def _runs(given: Config, world: PlannedWorld, as_given: dict[Member, Config], padded: int) -> list[tuple[Config, Member]]:
+    """The runs with each of the sizes that groups of ranks could have, first those with the given sizes, which are of all members.
 
     All have the global batch of the given sizes.
     """
     one = next(iter(as_given.values()))
-    found = {sizes_of(one): as_given}
+    found = [as_given]
     for sizes in _other_sizes(one, padded):
         try:
-            found[sizes], _ = _configs(_with_sizes(given, sizes, one), COMPARED, world)
+            found.append(_configs(_with_sizes(given, sizes, one), COMPARED, world)[0])
         except FlagError:
             continue  # a rule forbids these sizes, or the batch does not divide among the groups that are left
-    return found
+    return [(config, member) for of_size in found for member, config in of_size.items()]
 
 
 def _other_sizes(config: Config, padded: int) -> list[Sizes]:
@@ -141,10 +138,10 @@ def _estimated(
 ) -> list[tuple[Estimate, ...]]:
     """For each rate, the estimates of all runs. Every processor plans some of them."""
     import megatron_zpp.training.run_plan  # noqa: F401  before processes are forked, which would import it each
+    from megatron_zpp.data.preprocess.encoding_workers import follow_parent
+    from megatron_zpp.training.host_threads import own_cores
 
-    processes = min(len(os.sched_getaffinity(0)), len(runs), MOST_PROCESSES)
-    leaves_ctrl_c_to_this_process = signal.signal, (signal.SIGINT, signal.SIG_IGN)
-    with ProcessPoolExecutor(processes, get_context("fork"), *leaves_ctrl_c_to_this_process) as pool:
+    with ProcessPoolExecutor(min(len(own_cores()), len(runs), MOST_PROCESSES), get_context("fork"), follow_parent) as pool:
         futures = [pool.submit(_estimates, config, member, world, padded, options) for config, member in runs]
         try:
             # The bar is for terminals alone.
@@ -191,7 +188,7 @@ def _machine(gigabits: float, flops_per_second: float, options: argparse.Namespa
 
 
 def _flops_per_second(options: argparse.Namespace, plan: RunPlan) -> float:
-    """That of the plan's sizes and batch, the same for all members: their computation is the same."""
+    """That of the plan's sizes and batch, the same for all members."""
     seconds: float | None = options.step_seconds
     return options.teraflops * TERA if seconds is None else plan.flops_per_second(seconds)
 

@@ -221,7 +221,7 @@ def test_where_no_world_fits_the_levers_are_named() -> None:
 
 def test_a_copy_too_large_for_a_partition_is_named_since_more_nodes_do_not_shrink_it() -> None:
     text = Run(f"{TUTORIAL} {ZEROPP} 2", 2, 2).refusal(8 * GIB)
-    assert text.endswith(" such nodes are enough; choose --zero-hpz-partition-size 1 or a smaller model.")
+    assert text.endswith("; not even 1024 such nodes are enough; choose --zero-hpz-partition-size 1 or a smaller model.")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_where_a_kept_copy_is_too_large_a_lever_is_what_the_run_accepts(flags: s
 
 def test_a_node_of_one_rank_that_sends_differences_is_not_told_to_divide_its_weights() -> None:
     text = Run(f"{TUTORIAL} --zeropp lean --zero-stage 2", 2, 1).refusal(8 * GIB)
-    assert text.endswith(" such nodes are enough; choose a smaller model.")
+    assert text.endswith("; not even 1024 such nodes are enough; choose a smaller model.")
 
 
 def test_levers_stand_beside_the_smallest_world() -> None:

@@ -52,11 +52,16 @@ def _first_result(under_way: deque[tuple[LineBatch, Future[EncodedBatch]]]) -> t
 
 
 def _start_worker(encoder: DocumentEncoder) -> None:
+    follow_parent()
+    _worker_encoder.append(encoder)
+
+
+def follow_parent() -> None:
+    """Makes this worker process leave Ctrl-C to the first process, and end when that ends."""
     # Ctrl-C reaches every process of a terminal, but only the first process may react to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_encoder.append(encoder)
 
 
 def _end_with_parent() -> None:

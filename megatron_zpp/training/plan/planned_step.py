@@ -121,7 +121,10 @@ class PlannedStep:
 
     def _items_and_times(self) -> Iterator[tuple[Item, int]]:
         """Each recorded item, and how often there is one like it in a step."""
-        return ((item, times) for segment in self.engine.segments for times in [self._times(segment)] for item in segment.items)
+        for segment in self.engine.segments:
+            times = self._times(segment)
+            for item in segment.items:
+                yield item, times
 
     def traffic(self, *categories: Category) -> Traffic:
         """What the rank receives in a step, of these categories."""
