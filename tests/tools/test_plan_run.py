@@ -14,7 +14,9 @@ from typing import Any, cast
 import plan_run
 import pytest
 from harness.closed_forms import World, inter_node_bytes
+from harness.patience import wait_until
 from harness.places import ROOT
+from harness.processes import children_of, is_alive
 from harness.stored_manifest import manifest_of_run, write_manifest
 from harness.tool import run_tool
 from harness.trained_tokenizers import write_gpt2_files
@@ -26,6 +28,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import model_flops
+from megatron_zpp.training.host_threads import own_cores
 from megatron_zpp.training.members import MEMBERS, Member
 from megatron_zpp.training.memory_need import memory_need
 from megatron_zpp.training.plan.clock import StepTime
@@ -475,3 +478,15 @@ def test_an_optimizer_on_the_host_makes_room_on_the_device_counts_on_the_host_an
     most = max(member["host_bytes"] for member in found["members"].values())
     (small,) = plan(tmp_path, *options, "--host-memory-gigabytes", f"{16 * most / 1e9 - 0.01}", flags=flags)["rates"]  # type: ignore[misc]
     assert any(member["fits"] is False for member in small["members"].values()) and small["members"]["ZeRO-0"]["fits"] is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_processes_that_plan_end_with_a_tool_that_is_killed() -> None:
+    words = [sys.executable, "tools/plan_run.py", "--nodes", "2", "--inter-gigabits", "1", "--teraflops", "100", "--", *LARGE.split()]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    processes = min(len(own_cores()), plan_run.MOST_PROCESSES)
+    wait_until(lambda: len(children_of(process.pid)) == processes, "not every processor plans", pause_seconds=0.01)
+    planning = children_of(process.pid)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(is_alive, planning)), "a process lives on")
