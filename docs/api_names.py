@@ -32,8 +32,8 @@ SHARDING = Page(
         "zero/engine_options.py:EngineOptions",
         "zero/engine.py:ZeroEngine backward step finish_gradients update weight_norm gather_world state_bytes start_iteration "
         "finish_updates finish_differences weights_changed close",
-        "zero/step_result.py:StepResult",
-        "zero/state_bytes.py:StateBytes",
+        "zero/optimizer_step.py:StepResult",
+        "zero/engine.py:StateBytes",
         "zero/schedule.py:Prefetch",
         "zero/adam.py:AdamOptions -",
         "zero/loss_scaler.py:DynamicLossScaler",
@@ -84,7 +84,7 @@ CODECS = Page(
         "comm/codec.py:SignKeys",
         "comm/codecs.py:make_codec",
         "comm/codecs.py:CastCodec",
-        "comm/codecs.py:BlockCodec has_blocks_of exact_run",
+        "comm/codecs.py:BlockCodec exact_run",
         "comm/gaussian_codec.py:GaussianCodec -",
     ),
 )

@@ -55,9 +55,6 @@ class Float8Codec(Codec):
         for part, decoded in zip(mean.parts(), self._decoded(payloads, mean.runs), strict=True):
             mean_values(decoded, part, accumulate=accumulate)
 
-    def keyed(self, key: int) -> Codec:
-        return self  # nothing is rounded by chance
-
     def _decoded(self, payloads: Tensor, runs: Runs) -> list[Tensor]:
         scales = payloads[..., :4].view(torch.float32)
         return [part.float() * scales for part in CAST.regions_of(payloads[..., SCALE_BYTES:], runs).parts()]

@@ -26,7 +26,7 @@ from megatron_zpp.comm.streams import CudaStreams
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.training.host_threads import own_cores
 from megatron_zpp.training.plan.kinds import MAIN_WEIGHTS, MIRRORS, MOMENTS, PINNED
-from megatron_zpp.zero.state_bytes import StateBytes
+from megatron_zpp.zero.engine import StateBytes
 
 GPU_SHAPE = "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --vocab-size 50257"
 CPU_SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 100"

@@ -18,7 +18,7 @@ from megatron_zpp.checkpoint.saver import Share
 from megatron_zpp.checkpoint.shard_file import ELEMENT_TYPES
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.pieces import owned_pieces, parameters, resting_pieces
-from megatron_zpp.zero.states import KEPT_WEIGHT, MOMENTS, WEIGHT
+from megatron_zpp.zero.policy import KEPT_WEIGHT, MOMENTS, WEIGHT
 
 
 def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
@@ -39,7 +39,7 @@ def manifest_of(engine: ZeroEngine, progress: Progress, flags: Mapping[str, Any]
     grid = engine.ladder.grid
     states = dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE)
     if with_moments and engine.keeps_copies:
-        states[KEPT_WEIGHT] = ELEMENT_TYPES[engine.dtype]
+        states[KEPT_WEIGHT] = ELEMENT_TYPES[engine.options.dtype]
     return Manifest(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,

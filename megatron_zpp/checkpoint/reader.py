@@ -35,7 +35,7 @@ from megatron_zpp.config.outside import open_regular
 from megatron_zpp.parallel.division import Stripe
 from megatron_zpp.parallel.stripes import columns_of
 from megatron_zpp.zero.pieces import Piece
-from megatron_zpp.zero.states import WEIGHT
+from megatron_zpp.zero.policy import WEIGHT
 
 
 @dataclass(frozen=True)

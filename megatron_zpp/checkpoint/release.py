@@ -28,7 +28,7 @@ from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_piec
 from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.pieces import Piece
-from megatron_zpp.zero.states import WEIGHT
+from megatron_zpp.zero.policy import WEIGHT
 
 
 def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:

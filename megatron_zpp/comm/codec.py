@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.comm.code import Runs
@@ -16,7 +17,7 @@ class SignKeys:
     """The keys from which the members of a link draw the random signs of their rotations, 0 to 2^63 - 1.
 
     own: of what this rank encodes. senders: of what it decodes, in the order of the members. Every rank computes the keys of all members
-    alike (comm/link_codecs.py:sign_keys). They differ, so that the errors of senders with like values cancel in a mean.
+    alike (comm/codecs.py:sign_keys). They differ, so that the errors of senders with like values cancel in a mean.
     """
 
     own: int
@@ -119,7 +120,11 @@ class Codec(Protocol):
         """
 
     def keyed(self, key: int) -> Codec:
-        """The same codec with stochastic rounding drawn from `key`; the codec itself if it rounds to nearest. Called for every descent."""
+        """The same codec with stochastic rounding drawn from `key`; the codec itself if it rounds to nearest, as here.
+
+        Called for every descent.
+        """
+        return self
 
     def signed(self, keys: SignKeys) -> Codec:
         """The same codec with the random signs of its rotation drawn from `keys`; the codec itself if it has none, as here.
@@ -131,3 +136,27 @@ class Codec(Protocol):
     def of_sender(self, member: int) -> Codec:
         """The same codec for messages of this member of the link alone; the codec itself if all members encode alike, as here."""
         return self
+
+    @property
+    def family(self) -> Hashable:
+        """Codecs of equal families have the same blocks, so that recoding needs no values between them. None: no other codec does."""
+        return None
+
+    def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
+        """Fills recoded [slices, next payload_bytes] with the mean over members of payloads [members, slices, payload_bytes].
+
+        Called between the two hops of a descent. The mean is in fp32 before `next_codec` encodes it.
+        """
+        mean = Regions.of(torch.empty(recoded.shape[0] * runs.numel, dtype=torch.float32, device=recoded.device), runs)
+        self.decode_mean_into(payloads, mean, accumulate=False)
+        next_codec.encode_into(mean, recoded)
+
+    def add_into(self, payloads: Tensor, values: Regions) -> None:
+        """Adds the blocks of payloads [slices, payload_bytes], one from each member of a link, to `values`, and replaces their exact runs.
+
+        Called for weights that cross as differences. Sums are fp32, then rounded to the dtype of `values`.
+        """
+        decoded = Regions(*(torch.empty_like(part, dtype=torch.float32) for part in values.parts()))
+        self.decode_into(payloads, decoded)
+        values.blocks.add_(decoded.blocks)
+        values.exact.copy_(decoded.exact)

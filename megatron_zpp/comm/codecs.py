@@ -9,22 +9,26 @@ An exact run holds norm gains and biases: they are few, and errors in them do th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.code import EXACT, Code, Levels, Rotation, Rounding, Runs
+from megatron_zpp.comm.code import EXACT, Code, Levels, LinkCodes, Rotation, Rounding, Runs
 from megatron_zpp.comm.codec import Codec, Regions, SignKeys
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
 from megatron_zpp.ops.means import mean_values
 from megatron_zpp.ops.quantization import decode_blocks, decode_mean_blocks, encode_blocks, recode_mean_blocks
+from megatron_zpp.parallel.topology import LADDER_LINKS, Link, Topology
+
+KEY_BITS = 63  # of a key of stochastic rounding, or of the signs of a rotation
 
 
 @dataclass(frozen=True)
-class CastCodec:
+class CastCodec(Codec):
     """Values cast to `dtype`: exact if they have that dtype already."""
 
     dtype: torch.dtype
@@ -44,17 +48,16 @@ class CastCodec:
             mean_values(payload_part, mean_part, accumulate=accumulate)
 
     @property
-    def mixes_neighbours(self) -> bool:
-        return False
+    def family(self) -> Hashable:
+        return CastCodec
 
-    def keyed(self, key: int) -> CastCodec:
-        return self
-
-    def signed(self, keys: SignKeys) -> CastCodec:
-        return self
-
-    def of_sender(self, member: int) -> CastCodec:
-        return self
+    def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
+        if next_codec.family != self.family:
+            super().recode_mean_into(payloads, next_codec, recoded, runs)
+            return
+        parts = cast(CastCodec, next_codec).regions_of(recoded, runs).parts()
+        for received, part in zip(self.regions_of(payloads, runs).parts(), parts, strict=True):
+            _round_mean(received, part)
 
     def run_at(self, payloads: Tensor, offset_bytes: int, numel: int) -> Tensor:
         """The values [..., numel] that begin at `offset_bytes` in every row of payloads [..., payload_bytes]."""
@@ -69,7 +72,7 @@ class CastCodec:
 
 
 @dataclass(frozen=True)
-class BlockCodec:
+class BlockCodec(Codec):
     """Encodes the blocks run as integers with one fp32 scale per block, and only casts the exact run.
 
         | codes | scales | exact run |, each padded to 16 bytes
@@ -128,19 +131,31 @@ class BlockCodec:
     def keyed(self, key: int) -> BlockCodec:
         return replace(self, noise_key=key) if self.code.rounding is Rounding.STOCHASTIC else self
 
-    def signed(self, keys: SignKeys) -> BlockCodec:
-        return self
-
-    def of_sender(self, member: int) -> BlockCodec:
-        return self
-
     @property
     def mixes_neighbours(self) -> bool:
         return self.code.mixes_neighbours
 
-    def has_blocks_of(self, other: BlockCodec) -> bool:
-        """Whether both have the same blocks and the same rotation; their bits may differ."""
-        return (self.block_numel, self.code.rotation) == (other.block_numel, other.code.rotation)
+    @property
+    def family(self) -> Hashable:
+        """Of the same blocks and the same rotation; bits may differ."""
+        return self.block_numel, self.code.rotation
+
+    def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
+        """As every codec. To one of its family by one fused kernel, and rotated values stay rotated."""
+        if next_codec.family != self.family:
+            super().recode_mean_into(payloads, next_codec, recoded, runs)
+            return
+        following = cast(BlockCodec, next_codec)
+        recode_mean_blocks(
+            payloads,
+            recoded,
+            run_numel=runs.blocks,
+            bits=self.bits,
+            next_bits=following.bits,
+            block_numel=self.block_numel,
+            noise_key=following.noise_key,
+        )
+        _round_mean(self.exact_run(payloads, runs), following.exact_run(recoded, runs))
 
     def exact_run(self, payloads: Tensor, runs: Runs) -> Tensor:
         """The exact runs [..., runs.exact] of payloads [..., payload_bytes]."""
@@ -167,47 +182,6 @@ def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
     return BlockCodec(code, block_numel, CastCodec(dtype), 0 if code.rounding is Rounding.STOCHASTIC else None)
 
 
-def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
-    """Fills recoded [slices, next payload_bytes] with the mean over members of payloads [members, slices, payload_bytes].
-
-    Called between the two hops of a descent. The mean is in fp32 before `next_codec` encodes it. If both codecs have the same blocks, one
-    fused kernel does both, and rotated values stay rotated; likewise if neither quantizes.
-    """
-    if isinstance(codec, CastCodec) and isinstance(next_codec, CastCodec):
-        for received, part in zip(codec.regions_of(payloads, runs).parts(), next_codec.regions_of(recoded, runs).parts(), strict=True):
-            _round_mean(received, part)
-        return
-    if isinstance(codec, BlockCodec) and isinstance(next_codec, BlockCodec) and codec.has_blocks_of(next_codec):
-        recode_mean_blocks(
-            payloads,
-            recoded,
-            run_numel=runs.blocks,
-            bits=codec.bits,
-            next_bits=next_codec.bits,
-            block_numel=codec.block_numel,
-            noise_key=next_codec.noise_key,
-        )
-        _round_mean(codec.exact_run(payloads, runs), next_codec.exact_run(recoded, runs))
-        return
-    mean = Regions.of(torch.empty(recoded.shape[0] * runs.numel, dtype=torch.float32, device=recoded.device), runs)
-    codec.decode_mean_into(payloads, mean, accumulate=False)
-    next_codec.encode_into(mean, recoded)
-
-
-def add_decoded_(codec: Codec, payloads: Tensor, values: Regions) -> None:
-    """Adds the blocks of payloads [slices, payload_bytes], one from each member of a link, to those of `values`; exact runs are replaced.
-
-    Sums are fp32, then rounded to the dtype of `values`.
-    """
-    if isinstance(codec, GaussianCodec):
-        codec.add_into(payloads, values)
-        return
-    decoded = Regions(*(torch.empty_like(part, dtype=torch.float32) for part in values.parts()))
-    codec.decode_into(payloads, decoded)
-    values.blocks.add_(decoded.blocks)
-    values.exact.copy_(decoded.exact)
-
-
 def _round_mean(members: Tensor, rounded: Tensor) -> None:
     """Writes the fp32 mean of members [members, slices, run] to `rounded` [slices, run] in its own dtype."""
     if rounded.dtype in (torch.float32, members.dtype):
@@ -216,3 +190,53 @@ def _round_mean(members: Tensor, rounded: Tensor) -> None:
     mean = torch.empty_like(rounded, dtype=torch.float32, memory_format=torch.contiguous_format)
     mean_values(members, mean, accumulate=False)
     rounded.copy_(mean)
+
+
+@dataclass(frozen=True)
+class LinkCodecs:
+    """The codec of each link, in one direction. noise_seed: seed of stochastic rounding, for codecs that have it."""
+
+    inter: Codec
+    intra: Codec
+    noise_seed: int = 0
+
+    @classmethod
+    def of(cls, codes: LinkCodes, dtype: torch.dtype, block_numel: int, noise_seed: int = 0, make: CodecFactory = make_codec) -> LinkCodecs:
+        """The codecs of `codes`, which LinkCodes.in_world has fitted to this world. make: makes one codec."""
+        return cls(make(codes.inter, dtype, block_numel), make(codes.intra, dtype, block_numel), noise_seed)
+
+    @property
+    def any_mixes_neighbours(self) -> bool:
+        """Whether errors of values spread to their neighbours, which may be padding, on at least one link."""
+        return self.inter.mixes_neighbours or self.intra.mixes_neighbours
+
+    def drawn_for(self, *place: int | str) -> LinkCodecs:
+        """The same codecs, whose stochastic rounding draws from `place`: the same numbers in every run, others at every other place."""
+        inter, intra = (
+            codec.keyed(noise_key(self.noise_seed, link.name, *place))
+            for link, codec in ((Link.INTER, self.inter), (Link.INTRA, self.intra))
+        )
+        return replace(self, inter=inter, intra=intra)
+
+    def signed_for(self, topology: Topology, data_rank: int, *place: int | str) -> LinkCodecs:
+        """The same codecs, which rotate with random signs drawn from `place` and the data rank of the sender.
+
+        place: of a hop, such as direction, unit, iteration and micro-batch; the same on all members of the link.
+        """
+        inter, intra = (
+            codec.signed(sign_keys(self.noise_seed, link, topology, data_rank, *place)) if codec.mixes_neighbours else codec
+            for link, codec in zip(LADDER_LINKS, (self.inter, self.intra), strict=True)
+        )
+        return replace(self, inter=inter, intra=intra)
+
+
+def sign_keys(seed: int, link: Link, topology: Topology, data_rank: int, *place: int | str) -> SignKeys:
+    """The keys of signs of all members of the link that `data_rank` shares. Every member computes the same, with another one as its own."""
+    keys = {sender: noise_key(seed, "signs", link.name, sender, *place) for sender in topology.members(link, data_rank)}
+    return SignKeys(keys[data_rank], tuple(keys.values()))
+
+
+def noise_key(*place: int | str) -> int:
+    """A 63-bit number computed from `place` alone, so it is the same in every process, on every machine and after a restart."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - KEY_BITS)

@@ -15,7 +15,7 @@ from megatron_zpp.ops.payload import GAUSSIAN_BLOCK_NUMEL
 
 
 @dataclass(frozen=True)
-class GaussianCodec:
+class GaussianCodec(Codec):
     """Encodes the blocks run in Gaussian codes, and the exact run by the codec `exact`.
 
         | scales bf16, padded to 16 bytes | codes | exact run, padded to 16 bytes |
@@ -68,15 +68,8 @@ class GaussianCodec:
         self.exact.decode_mean_into(exact_runs, _exact_of(mean), accumulate=accumulate)
 
     def add_into(self, payloads: Tensor, values: Regions) -> None:
-        """Adds the blocks of payloads [slices, payload_bytes], one from each sender in turn, to those of `values`; exact runs are replaced.
-
-        Sums are fp32, then rounded to the dtype of `values`.
-        """
         self._decode(payloads, values.blocks, accumulate=True)
         self.exact.decode_into(payloads[:, self._exact_offset(values.runs) :], _exact_of(values))
-
-    def keyed(self, key: int) -> GaussianCodec:
-        return self
 
     def signed(self, keys: SignKeys) -> GaussianCodec:
         return replace(self, keys=keys)

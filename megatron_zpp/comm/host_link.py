@@ -138,5 +138,42 @@ class HostLink:
         return self._streams.host_memory(numel, dtype)
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where an optimizer keeps and updates its state. link: between it and the device; it copies nothing if they are the same memory.
+
+    runs_behind: whether updates are enqueued on a device, so that the host need not know the gradient norm before them.
+    is_host: whether the state was asked for on the host, even if that is the device as well.
+    """
+
+    device: torch.device
+    link: HostLink
+    runs_behind: bool
+    is_host: bool = False
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] zeros in this memory."""
+        return self.link.zeros(numel, dtype) if self.is_host else torch.zeros(numel, dtype=dtype, device=self.device)
+
+
+class Readout:
+    """Numbers on their way to the host. streams: of the device that has them; None if it has none."""
+
+    def __init__(self, numbers: Tensor, streams: Streams | None) -> None:
+        """numbers: [numel] fp64, which the current stream has computed. Their copy is enqueued there."""
+        self._host = numbers
+        self._copied: Event | None = None
+        if streams is not None:
+            self._host = streams.host_memory(numbers.numel(), torch.float64)
+            self._host.copy_(numbers, non_blocking=True)
+            self._copied = streams.current().record_event()
+
+    def wait(self) -> list[float]:
+        """The numbers. The host waits for their copy, and for nothing that was enqueued after it. Those of a plan are 0."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [0.0] * self._host.numel() if self._host.is_meta else self._host.tolist()
+
+
 def _numel(values: Regions) -> int:
     return sum(part.numel() for part in values.parts())

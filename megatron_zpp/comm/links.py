@@ -11,23 +11,21 @@ Over a link of one rank no bytes cross, and gradients are not encoded for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend, Work
-from megatron_zpp.comm.climb import Climb
 from megatron_zpp.comm.code import Runs
 from megatron_zpp.comm.codec import Codec, Regions
-from megatron_zpp.comm.codecs import recode_mean_into
+from megatron_zpp.comm.codecs import LinkCodecs
 from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.comm.hop_order import HopOrder
-from megatron_zpp.comm.host_link import HOST, HostLink
+from megatron_zpp.comm.host_link import HOST, Home, HostLink
 from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.comm.ledger import Category, Ledger
-from megatron_zpp.comm.link_codecs import LinkCodecs
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.streams import Streams, streams_of
 from megatron_zpp.comm.tensor_link import TensorLink
@@ -38,6 +36,34 @@ INTER_CLIMB = Lane(Link.INTER, Direction.CLIMB)
 INTRA_CLIMB = Lane(Link.INTRA, Direction.CLIMB)
 INTRA_DESCEND = Lane(Link.INTRA, Direction.DESCEND)
 INTER_DESCEND = Lane(Link.INTER, Direction.DESCEND)
+
+
+@dataclass(frozen=True)
+class Climb:
+    """The unit that climbs to a secondary rung. runs: of each slice.
+
+    encode_own: fills the payload [1, payload_bytes] of the own slice, in the inter link's codec.
+    arrive: takes the payloads [N, payload_bytes] of the column, and fills those of the secondary rung, in the intra link's codec. By
+    default they are decoded and encoded again, or forwarded if both links have the same codec.
+    """
+
+    name: str
+    runs: Runs
+    codecs: LinkCodecs
+    encode_own: Callable[[Tensor], None]
+    arrive: Callable[[Tensor, Tensor], None] | None = None
+
+    @property
+    def forwards(self) -> bool:
+        """Whether what comes over the inter link is the secondary rung itself."""
+        return self.arrive is None and self.codecs.inter == self.codecs.intra
+
+    def fill(self, arrived: Tensor, payloads: Tensor) -> None:
+        """Fills the secondary rung from what has come over the inter link."""
+        if self.arrive is not None:
+            self.arrive(arrived, payloads)
+        else:
+            self.codecs.inter.recode_mean_into(arrived.unsqueeze(0), self.codecs.intra, payloads, self.runs)
 
 
 class Ladder:
@@ -78,6 +104,12 @@ class Ladder:
         self.partitions = self.topology.partitions
         self.partition_ranks = self.topology.partition_ranks
         self.own_slice = self.topology.slice_of(self.data_rank)
+
+    def home(self, *, is_host: bool) -> Home:
+        """Where main weights and moments are kept: in the memory of the host, or on the device."""
+        if is_host:
+            return Home(self.host_link.host, self.host_link, runs_behind=False, is_host=True)
+        return Home(self.device, HostLink(None), runs_behind=self.streams is not None)
 
     def climb_to_secondary(self, climb: Climb, payloads: Tensor, after: Hop | None = None) -> Hop:
         """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, with the own slices of the column.
@@ -138,7 +170,7 @@ class Ladder:
             within.prepare(lambda payloads: codecs.intra.encode_into(full, payloads))
 
         def recode(payloads: Tensor) -> None:
-            recode_mean_into(codecs.intra, within.received(), codecs.inter, payloads, full.runs)
+            codecs.intra.recode_mean_into(within.received(), codecs.inter, payloads, full.runs)
             within.release()
 
         first = Hop(name, INTRA_DESCEND, within.launch, nothing, None, within.traffic, prepare)

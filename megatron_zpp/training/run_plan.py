@@ -14,7 +14,7 @@ from megatron_zpp.training.plan.clock import StepTime, step_time
 from megatron_zpp.training.plan.machine import Machine
 from megatron_zpp.training.plan.planned_step import PlannedStep, plan_step
 from megatron_zpp.training.sharding import choose_policy, grid_of, layouts_of
-from megatron_zpp.zero.shared_places import most_shared_numel, sharing_received_bytes
+from megatron_zpp.zero.shared_gradients import most_shared_numel, sharing_received_bytes
 
 
 @dataclass(frozen=True)

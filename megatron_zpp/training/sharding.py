@@ -10,6 +10,7 @@ from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import (
+    MOMENTS,
     POLICIES,
     Policy,
     Rung,
@@ -21,7 +22,6 @@ from megatron_zpp.zero.policy import (
     with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
-from megatron_zpp.zero.states import MOMENTS
 
 _FP32_BYTES = 4
 

@@ -36,7 +36,7 @@ def forward_backward(model: nn.Module, engine: ZeroEngine, batches: Iterator[Mic
     """
     if not model.training:
         model.train()  # walks through every module
-    observer = engine.observer
+    observer = engine.options.observer
     losses = []
     with observer.phase("forward-backward"):
         for index in range(microbatches):

@@ -21,7 +21,7 @@ from megatron_zpp.data.reading import Reading, readings_of, samples_by_length
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
-from megatron_zpp.zero.states import KEPT_WEIGHT
+from megatron_zpp.zero.policy import KEPT_WEIGHT
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class Trainer:
         states = engine.state_bytes()
         self._saver.wait_for_copy()  # a checkpoint may still be copying the weights and moments that the update changes
         gathered = gather_numbers([loss_sum, stop_conditions.request(), *self._same_samples.numbers], engine)
-        with engine.observer.phase("optimizer"):
+        with engine.options.observer.phase("optimizer"):
             refusal = self._same_samples.differ(gathered[..., 2:])
             update = engine.update(learning_rate, weight_decay, report=gathered.flatten(), refusal=refusal)
         _, tensor_ranks, numbers = gathered.shape
@@ -166,7 +166,7 @@ class Trainer:
     def _save(self) -> None:
         if self._config.checkpoint.save is None:
             return
-        with self._engine.observer.phase("save-checkpoint"):
+        with self._engine.options.observer.phase("save-checkpoint"):
             self._saver.save(self._progress)
         self._reporter.between_steps("save-checkpoint")
 
@@ -197,7 +197,7 @@ class Trainer:
         self._engine.ladder.lanes.drain()  # may fork data workers, which is safe only while no other thread works
         if held_out.batches.starts_workers:
             self._saver.finish()  # a worker would keep open what the save writes, and with it the disk space after --keep-last deletes it
-        with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
+        with self._garbage.evaluation(), self._engine.options.observer.phase("eval-time"):
             loss = evaluate(self._model, self._engine, held_out)
         self._reporter.between_steps("eval-time")
         self._writers.printer.on_last(validation_lines(self._progress.iteration, loss, set_name=held_out.name, drawn_from=drawn_from))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_zpp.comm.codecs import CodecFactory, make_codec
+from megatron_zpp.comm.codecs import CodecFactory, LinkCodecs, make_codec
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.policy import POLICIES, Policy
@@ -35,3 +35,12 @@ class EngineOptions:
     counts_zeros: bool = False
     make_codec: CodecFactory = make_codec
     observer: Observer = field(default_factory=Observer)
+
+    def codecs(self, iteration: int) -> tuple[LinkCodecs, LinkCodecs]:
+        """The codecs of weights and those of gradients, after `iteration` steps. The policy must be that of the world."""
+        policy = self.policy.in_full_precision() if iteration < self.full_precision_iterations else self.policy
+        weights, gradients = (
+            LinkCodecs.of(codes, self.dtype, self.block_numel, self.noise_seed, self.make_codec)
+            for codes in (policy.weight_codes, policy.gradient_codes)
+        )
+        return weights, gradients

@@ -21,12 +21,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.climb import Climb
 from megatron_zpp.comm.codec import Codec, Regions
-from megatron_zpp.comm.codecs import CastCodec, add_decoded_
-from megatron_zpp.comm.link_codecs import LinkCodecs
-from megatron_zpp.comm.links import Ladder
-from megatron_zpp.zero.home import Home
+from megatron_zpp.comm.codecs import CastCodec, LinkCodecs
+from megatron_zpp.comm.host_link import Home
+from megatron_zpp.comm.links import Climb, Ladder
 from megatron_zpp.zero.layout import FlatLayout, Range
 
 
@@ -99,7 +97,7 @@ class KeptCopy:
     def _encode_difference(self, main: Regions, codec: Codec, payload: Tensor) -> None:
         codec.encode_into(Regions(main.blocks - self.own.blocks, main.exact), payload)
         if self.mirror is not None:
-            add_decoded_(codec.of_sender(self._own_index), payload, self.own)
+            codec.of_sender(self._own_index).add_into(payload, self.own)
             self._clear_padding(codec, self.own, self._paddings[self._own_index])
 
     def _add(self, codecs: LinkCodecs, arrived: Tensor, payloads: Tensor) -> None:
@@ -107,7 +105,7 @@ class KeptCopy:
 
         Padding is set to zero again if the code writes errors of neighbouring values there.
         """
-        add_decoded_(codecs.inter, arrived, self.values)
+        codecs.inter.add_into(arrived, self.values)
         for index, paddings in enumerate(self._paddings):
             self._clear_padding(codecs.inter, self.values.slice_at(index), paddings)
         if self.payloads is None:

@@ -12,7 +12,7 @@ from megatron_zpp.comm.codec import Regions
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.stripes import Columns, columns_of
 from megatron_zpp.zero.layout import PlacedParam
-from megatron_zpp.zero.states import KEPT_WEIGHT, WEIGHT
+from megatron_zpp.zero.policy import KEPT_WEIGHT, WEIGHT
 
 if TYPE_CHECKING:
     from megatron_zpp.zero.engine import ZeroEngine

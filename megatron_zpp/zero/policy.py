@@ -31,6 +31,12 @@ from dataclasses import dataclass, replace
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.topology import Topology
 
+# The states of a parameter, by the names that checkpoints have: the fp32 main weight, Adam's moments, and the copy, in the working dtype,
+# to which differences of weights are added.
+WEIGHT = "weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KEPT_WEIGHT = "kept_weight"
+
 
 class Rung(enum.IntEnum):
     """How much of a state each rank holds, from one slice up to the whole unit."""

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_zpp.parallel.specs import Use
-from megatron_zpp.zero.calls import Call
 from megatron_zpp.zero.hooks import before_forward
 from megatron_zpp.zero.schedule import Phase, backward_starts, first_uses
 from megatron_zpp.zero.unit import WeightUnit
@@ -120,12 +119,9 @@ def refuse_late_gradient(unit: WeightUnit, index: int) -> None:
     )
 
 
-def refuse_old_forward(call: Call, iteration: int) -> None:
+def refuse_old_forward() -> None:
     """Refuses the backward of a call before the last step: the weights have changed since, so its gradients would be wrong."""
-    if call.iteration != iteration:
-        raise RuntimeError(
-            "the loss was computed before the last engine.step(), which changed the weights; compute it again after the step"
-        )
+    raise RuntimeError("the loss was computed before the last engine.step(), which changed the weights; compute it again after the step")
 
 
 def refuse_other_backward() -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_zpp.parallel.specs import Use
@@ -184,6 +184,22 @@ def first_uses(uses: Sequence[Use]) -> dict[str, int]:
         for unit in use.units:
             first_use.setdefault(unit, index)
     return first_use
+
+
+def update_groups(names: Sequence[str], actions: Iterable[Actions], *, at_once: bool) -> list[list[int]]:
+    """Indices of the units in groups. The units that the next step needs first come first, so that they climb early.
+
+    actions: of the moments of a training step, in the order of time. Units come in the order of their first climbs.
+    at_once: of a device that runs behind the host. It gets two groups, what the first moment needs and all others, because each update
+    takes the host some time. Otherwise each unit is a group, so that it can climb while the next is updated.
+    """
+    first_moment, *later = [(*due.climb_to_full, *due.climb_to_secondary) for due in actions]
+    first = [names.index(name) for name in dict.fromkeys(first_moment)]
+    in_order = dict.fromkeys([*(names.index(name) for needed in later for name in needed), *range(len(names))])
+    others = [index for index in in_order if index not in first]
+    if at_once:
+        return [group for group in (first, others) if group]
+    return [[index] for index in (*first, *others)]
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,8 @@ from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.module_plan import DTYPES, Initializer, ModulePlan, plan_of
 from megatron_zpp.zero.pieces import parameters, resting_pieces
-from megatron_zpp.zero.policy import Policy, Rung
+from megatron_zpp.zero.policy import WEIGHT, Policy, Rung
 from megatron_zpp.zero.refusals import refuse_replaced, refuse_state_dicts
-from megatron_zpp.zero.states import WEIGHT
 
 _engines = itertools.count()  # every rank makes them in the same order
 

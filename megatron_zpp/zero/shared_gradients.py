@@ -11,21 +11,27 @@ and mean over data ranks commute. On the primary rung a rank handles 1/D of the 
 
 With an optimizer on the full rung this happens after the mean has climbed back, for the shared elements of all slices. On the own slice
 alone the climbs would have to wait for the last descent of all units, instead of running beside backward; the bits would be the same.
+
+All tensor ranks have parts of the same shapes, so the same slice has its shared elements at the same places on every ladder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_zpp.comm.code import Runs
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.parallel.division import Gradient
+from megatron_zpp.parallel.division import Division, Gradient, SharedRange
+from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.zero.gradients import UnitGradient
-from megatron_zpp.zero.shared_places import shared_places
+from megatron_zpp.zero.layout import FlatLayout, Segment
+
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -71,3 +77,93 @@ class SharedGradients:
                 first += other
             totals += first.split(columns.numels)
         torch._foreach_copy_(self._views, totals)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How tensor ranks hold some elements. holders: by tensor rank, those that have the same elements as it. gradient: on each of them."""
+
+    holders: tuple[tuple[int, ...], ...]
+    gradient: Gradient
+
+
+@dataclass(frozen=True)
+class SharedPlace:
+    """Shared elements [start, stop) of the flat buffer of some slices of unit number `unit`."""
+
+    unit: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
+
+def shared_places(layouts: Sequence[FlatLayout], first: int, slices: int, tensor_ranks: int) -> dict[Sharing, list[SharedPlace]]:
+    """The shared elements in `slices` slices from `first` on of all units, in the same order on all tensor ranks.
+
+    Raises RuntimeError if the tensor ranks have shared elements at different places, or parts for another number of tensor ranks.
+    """
+    sharings: dict[Division, list[Sharing]] = {}  # blocks have equal ones
+    places: dict[Sharing, list[SharedPlace]] = {}
+    for unit, layout in enumerate(layouts):
+        for param in layout.params:
+            if param.spec.division not in sharings:
+                sharings[param.spec.division] = _sharings(param.spec, tensor_ranks)
+        for segment in layout.segments(first, slices):
+            index = _shared_index(segment)
+            if index is not None:
+                place = SharedPlace(unit, segment.offset, segment.offset + segment.stop - segment.start)
+                places.setdefault(sharings[segment.spec.division][index], []).append(place)
+    return places
+
+
+def most_shared_numel(layouts: Sequence[FlatLayout], slices: int) -> int:
+    """The most shared elements that a rank may have in `slices` slices of all units; those that it has in all slices."""
+    return sum(min(shared, slices * run) for layout in layouts for shared, run in _by_region(layout))
+
+
+def sharing_received_bytes(numel: int, tensor_ranks: int) -> int:
+    """Bytes that a rank receives once per step over the tensor link to make `numel` shared elements equal."""
+    return (tensor_ranks - 1) * _FP32_BYTES * numel
+
+
+def _by_region(layout: FlatLayout) -> Iterator[tuple[int, int]]:
+    """The shared elements of the blocks and of the exact region, each with the length of its run."""
+    runs: Runs = layout.runs
+    for run, is_exact in ((runs.blocks, False), (runs.exact, True)):
+        params = [param.spec for param in layout.params if (len(param.spec.shape) <= 1) == is_exact]
+        yield sum(shared.stop - shared.start for spec in params for shared in spec.shared), run
+
+
+def _shared_index(segment: Segment) -> int | None:
+    """Which of the parameter's shared ranges the segment is in; segments are cut where these begin and end."""
+    inside = (index for index, shared in enumerate(segment.spec.shared) if shared.start <= segment.start < shared.stop)
+    return next(inside, None)
+
+
+def _sharings(spec: ParamSpec, tensor_ranks: int) -> list[Sharing]:
+    """How each of the parameter's shared ranges is held."""
+    holders = {holder for run in spec.division.runs for holder in run.holders}
+    if holders and holders != set(range(tensor_ranks)):
+        raise RuntimeError(f"parameter {spec.name}: it is divided over tensor ranks {sorted(holders)}, and there are {tensor_ranks}")
+    parts = [replace(spec.division, rank=rank) for rank in range(tensor_ranks)]
+    ranges = [list(part.shared()) for part in parts]
+    if len({tuple((shared.start, shared.stop, shared.gradient) for shared in of_rank) for of_rank in ranges}) > 1:
+        raise RuntimeError(f"parameter {spec.name}: the tensor ranks have shared elements at different places of their parts")
+    for of_rank in ranges:
+        for shared in of_rank:
+            _check_equal(spec, shared, parts)
+    return [Sharing(tuple(shared.holders for shared in of_ranks), of_ranks[0].gradient) for of_ranks in zip(*ranges, strict=True)]
+
+
+def _check_equal(spec: ParamSpec, shared: SharedRange, parts: Sequence[Division]) -> None:
+    """Raises RuntimeError unless the holders of a shared range have the same elements in it."""
+    elements = {tuple(placed.stripe for placed in parts[holder].stripes(shared.start, shared.stop)) for holder in shared.holders}
+    if len(elements) > 1:
+        raise RuntimeError(
+            f"parameter {spec.name}: elements {shared.start} to {shared.stop} of the parts are not the same on tensor ranks "
+            f"{shared.holders}"
+        )

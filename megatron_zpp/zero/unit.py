@@ -14,14 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.climb import Climb
 from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.codecs import LinkCodecs
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.link_codecs import LinkCodecs
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Climb, Ladder
 from megatron_zpp.parallel.specs import UnitSpec
-from megatron_zpp.zero.home import home_of
 from megatron_zpp.zero.kept_copy import KeptCopy
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
@@ -52,7 +50,7 @@ class WeightUnit:
         self._policy = policy
         self._ladder = ladder
         self._codecs = codecs
-        self._home = home_of(policy, ladder)
+        self._home = ladder.home(is_host=policy.optimizer is Rung.HOST)
         self._residency: Residency[Hop] = Residency(policy, ladder.topology)
         self._full = torch.empty(layout.numel, dtype=dtype, device=device)
         self._full_bytes = self._full.untyped_storage().nbytes()
@@ -89,10 +87,16 @@ class WeightUnit:
             if self._residency.fills_without_hops:
                 self._copy_main_weights()
             elif missing is Rung.SECONDARY:
-                self._residency.submitted(missing, self._climb_to_secondary())
+                climb, payloads = self._to_secondary()
+                self._residency.submitted(missing, self._ladder.climb_to_secondary(climb, payloads))
                 self._residency.filled(Rung.PRIMARY)  # the hop encodes its payload before the lane prepares a later hop
             else:
-                self._residency.submitted(missing, self._climb_to_full())
+                if self._secondary is None:
+                    raise RuntimeError(f"unit {self.name}: no secondary rung to climb from")
+                self._allocate_full()
+                after = self._residency.ticket_below(Rung.FULL)
+                hop = self._ladder.climb_to_full(self.name, self._codecs.intra, self._secondary, self._full_regions, after)
+                self._residency.submitted(missing, hop)
 
     def _copy_main_weights(self) -> None:
         self._allocate_full()
@@ -100,24 +104,17 @@ class WeightUnit:
         self._residency.filled(Rung.FULL)
         self._attach()
 
-    def _climb_to_secondary(self) -> Hop:
+    def _to_secondary(self) -> tuple[Climb, Tensor]:
+        """The climb to the secondary rung, and its payloads."""
         runs, kept = self.layout.runs, self.kept
-        self._secondary = kept.payloads if kept is not None else None
-        if self._secondary is None:
+        payloads = kept.payloads if kept is not None else None
+        if payloads is None:
             payload_bytes = self._codecs.intra.payload_bytes(runs)
-            self._secondary = self._ladder.staging.take(self._ladder.partitions * payload_bytes).view(-1, payload_bytes)
+            payloads = self._ladder.staging.take(self._ladder.partitions * payload_bytes).view(-1, payload_bytes)
+        self._secondary = payloads
         if kept is None:
-            climb = Climb(self.name, runs, self._codecs, self._encoder_of_own())
-        else:
-            climb = kept.climb(self.main_regions(), self._codecs, self._iteration)
-        return self._ladder.climb_to_secondary(climb, self._secondary)
-
-    def _climb_to_full(self) -> Hop:
-        if self._secondary is None:
-            raise RuntimeError(f"unit {self.name}: no secondary rung to climb from")
-        self._allocate_full()
-        after = self._residency.ticket_below(Rung.FULL)
-        return self._ladder.climb_to_full(self.name, self._codecs.intra, self._secondary, self._full_regions, after)
+            return Climb(self.name, runs, self._codecs, self._encoder_of_own()), payloads
+        return kept.climb(self.main_regions(), self._codecs, self._iteration), payloads
 
     @property
     def is_full(self) -> bool:

@@ -20,8 +20,14 @@ from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.comm.ledger import Category, Traffic
-from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_secondary_weights, with_weight_differences
-from megatron_zpp.zero.states import KEPT_WEIGHT
+from megatron_zpp.zero.policy import (
+    KEPT_WEIGHT,
+    POLICIES,
+    Policy,
+    with_quantized_gradients,
+    with_secondary_weights,
+    with_weight_differences,
+)
 
 pytestmark = pytest.mark.virtual
 

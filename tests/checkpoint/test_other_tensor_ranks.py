@@ -20,14 +20,16 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.policy import (
+    KEPT_WEIGHT,
+    MOMENTS,
     POLICIES,
+    WEIGHT,
     Policy,
     with_gradients_summed_on_secondary,
     with_quantized_gradients,
     with_secondary_weights,
     with_weight_differences,
 )
-from megatron_zpp.zero.states import KEPT_WEIGHT, MOMENTS, WEIGHT
 
 pytestmark = pytest.mark.virtual
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_zpp.comm.code import EXACT, Code, Rotation, Rounding
-from megatron_zpp.comm.codecs import BlockCodec, CastCodec, Codec, Regions, Runs, make_codec, recode_mean_into
+from megatron_zpp.comm.codecs import BlockCodec, CastCodec, Codec, Regions, Runs, make_codec
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNTOUCHED = 0xAB
@@ -258,7 +258,7 @@ def test_the_fused_middle_of_a_descent_has_the_bits_of_decoding_averaging_and_en
 def _check_middle(codec: Codec, next_codec: Codec, some_runs: Runs, dtype: torch.dtype, members: int, slices: int) -> None:
     _, payloads = _sent(codec, some_runs, dtype, members, slices)
     recoded = _payloads(next_codec, slices, some_runs=some_runs)
-    recode_mean_into(codec, payloads, next_codec, recoded, some_runs)
+    codec.recode_mean_into(payloads, next_codec, recoded, some_runs)
     if getattr(codec, "is_rotated", False) and getattr(next_codec, "is_rotated", False) and codec.block_numel == next_codec.block_numel:
         codec, next_codec = (replace(each, code=replace(each.code, rotation=Rotation.NONE)) for each in (codec, next_codec))
     mean = Regions.of(torch.empty(slices * some_runs.numel), some_runs)
@@ -291,7 +291,7 @@ def test_a_value_that_is_not_finite_passes_the_middle_of_a_descent(codec: Codec,
         list(values.parts())[part][1, place] = bad
         payloads = torch.stack([_encoded(codec, _values(2, some_runs, torch.bfloat16, seed=12)), _encoded(codec, values)])
         recoded = _payloads(next_codec, 2, some_runs=some_runs)
-        recode_mean_into(codec, payloads, next_codec, recoded, some_runs)
+        codec.recode_mean_into(payloads, next_codec, recoded, some_runs)
         decoded = _decoded(next_codec, recoded, some_runs, torch.float32)
         assert not list(decoded.parts())[part][1, place].isfinite()
         assert all(row.isfinite().all() for row in (decoded.blocks[0], decoded.exact[0]))
@@ -305,7 +305,7 @@ def test_the_mean_of_the_largest_fp16_values_stays_finite_in_every_pair_of_codec
         values = Regions.of(torch.full((40,), largest, dtype=torch.float16), Runs(32, 8))
         payloads = torch.stack([_encoded(codec, values)] * 8)
         recoded = _payloads(next_codec, 1, some_runs=values.runs)
-        recode_mean_into(codec, payloads, next_codec, recoded, values.runs)
+        codec.recode_mean_into(payloads, next_codec, recoded, values.runs)
         assert torch.equal(
             _flat(_decoded(next_codec, recoded, values.runs, torch.float16)), torch.full((40,), largest, dtype=torch.float16)
         )
@@ -377,7 +377,7 @@ def test_two_hops_of_rotated_codecs_end_within_their_steps_whether_the_middle_is
     some_runs = Runs(384, 3)
     sent, payloads = _sent(codec, some_runs, torch.float32, members=3, slices=2)
     recoded = _payloads(next_codec, 2, some_runs=some_runs)
-    recode_mean_into(codec, payloads, next_codec, recoded, some_runs)
+    codec.recode_mean_into(payloads, next_codec, recoded, some_runs)
     decoded = _decoded(next_codec, recoded, some_runs, torch.float32)
     # Stochastic rounding errs by up to a step. What was rotated comes back with averages of 32 errors, so a step of the first hop bounds
     # the mean before the second hop in both spaces; fp32 sums are rounded 20 times.

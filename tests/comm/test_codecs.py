@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_zpp.comm.codecs import CastCodec, Regions, Runs, recode_mean_into
+from megatron_zpp.comm.codecs import CastCodec, Regions, Runs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNIT_ROUNDOFF = 2.0**-24  # of fp32
@@ -143,7 +143,7 @@ def test_the_middle_of_a_descent_takes_the_mean_in_fp32_before_it_encodes() -> N
     for member, values in enumerate(sent):
         CastCodec(torch.float16).encode_into(values, payloads[member])
     recoded = _payloads(CastCodec(torch.bfloat16), 2, some_runs=some_runs)
-    recode_mean_into(CastCodec(torch.float16), payloads, CastCodec(torch.bfloat16), recoded, some_runs)
+    CastCodec(torch.float16).recode_mean_into(payloads, CastCodec(torch.bfloat16), recoded, some_runs)
     decoded = Regions.of(torch.empty(2 * some_runs.numel), some_runs)
     CastCodec(torch.bfloat16).decode_into(recoded, decoded)
     total = _flat(sent[0]).float()

@@ -13,11 +13,10 @@ from torch import Tensor
 from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
 from megatron_zpp.comm.code import EXACT, Code, Levels, LinkCodes, Rotation, Rounding, Runs
 from megatron_zpp.comm.codec import Codec, Regions, SignKeys
-from megatron_zpp.comm.codecs import BlockCodec, CastCodec, make_codec, recode_mean_into
+from megatron_zpp.comm.codecs import KEY_BITS, BlockCodec, CastCodec, LinkCodecs, make_codec, sign_keys
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.link_codecs import KEY_BITS, LinkCodecs, sign_keys
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.ops.gaussian import decode_gaussian, decode_mean_gaussian, encode_gaussian
 from megatron_zpp.ops.payload import gaussian_bytes
@@ -159,7 +158,7 @@ def test_a_mean_in_eight_bits_is_encoded_again_in_gaussian_codes_from_fp32() -> 
     mean = _empty(2)
     within.decode_mean_into(payloads, mean, accumulate=False)
     recoded = torch.full((2, across.payload_bytes(RUNS)), 0xAB, dtype=torch.uint8)
-    recode_mean_into(within, payloads, across, recoded, RUNS)
+    within.recode_mean_into(payloads, across, recoded, RUNS)
     assert torch.equal(recoded, _encoded(across, mean))
 
 

@@ -13,10 +13,10 @@ from harness.fake_streams.machine import Launch, Site
 from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank
 
 from megatron_zpp.ops import extension
-from megatron_zpp.zero import engine
+from megatron_zpp.zero import optimizer_step
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
+from megatron_zpp.zero.norms import squared_sums_at_once
 from megatron_zpp.zero.policy import ZEROPP
-from megatron_zpp.zero.squared_sums import squared_sums_at_once
 
 pytestmark = pytest.mark.virtual
 
@@ -40,7 +40,7 @@ class Step:
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of squares that a GPU gets; the tensors of these tests are on a CPU."""
-    monkeypatch.setattr(engine, "squared_sums_for", lambda *_: squared_sums_at_once)
+    monkeypatch.setattr(optimizer_step, "squared_sums_for", lambda *_: squared_sums_at_once)
 
 
 def job_of(policy_name: str, blocks: int = 2, **more: object) -> Job:
@@ -91,12 +91,12 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=[*ROWS, "ZeRO++", "zeros are counted"],
 )
 def test_the_host_waits_once_in_a_step(job: Job) -> None:
-    assert [step.waits for step in steps_of(job)] == [["synchronize at readout.py"]] * job.steps
+    assert [step.waits for step in steps_of(job)] == [["synchronize at host_link.py"]] * job.steps
 
 
 def test_the_host_waits_once_in_an_fp16_step_whether_it_is_skipped_or_not() -> None:
     steps = steps_of(job_of("stage 3", dtype=torch.float16, steps=5, loss_scaler=overflowing))
-    assert [step.waits for step in steps] == [["synchronize at readout.py"]] * 5
+    assert [step.waits for step in steps] == [["synchronize at host_link.py"]] * 5
     assert {step.is_skipped for step in steps} == {True, False}
 
 
@@ -167,34 +167,34 @@ def test_the_launches_of_an_update_do_not_grow_with_the_number_of_units(name: st
 
 
 UPDATE = {
-    "squared_sums.py aten::zeros": 1,
-    "squared_sums.py aten::_foreach_norm": 1,
-    "squared_sums.py aten::stack": 1,
-    "squared_sums.py aten::pow": 1,
-    "squared_sums.py aten::sum": 1,
+    "norms.py aten::zeros": 1,
+    "norms.py aten::_foreach_norm": 1,
+    "norms.py aten::stack": 1,
+    "norms.py aten::pow": 1,
+    "norms.py aten::sum": 1,
     # What ranks tell each other of their calls.
     "step_calls.py aten::zeros": 1,
     "step_calls.py aten::fill_": 1,
     "step_calls.py aten::ne": 1,
     "step_calls.py aten::any": 1,
-    "engine.py aten::masked_fill": 1,
-    "grad_norm.py aten::cat": 1,
+    "optimizer_step.py aten::masked_fill": 1,
+    "norms.py aten::cat": 1,
     "links.py gather of the world": 1,
-    "grad_norm.py aten::clone": 1,
-    "grad_norm.py aten::cumsum": 1,
-    "engine.py aten::cat": 1,
-    "readout.py aten::copy_": 1,
-    "clipping.py aten::sqrt": 1,
-    "clipping.py aten::div": 2,
-    "clipping.py aten::add": 1,
-    "clipping.py aten::reciprocal": 1,
-    "clipping.py aten::mul": 2,
-    "clipping.py aten::clamp": 1,
-    "clipping.py aten::_to_copy": 2,
-    "clipping.py aten::abs": 1,
-    "clipping.py aten::ne": 1,
-    "clipping.py aten::eq": 1,
-    "clipping.py aten::logical_not": 1,
+    "norms.py aten::clone": 1,
+    "norms.py aten::cumsum": 1,
+    "optimizer_step.py aten::cat": 1,
+    "host_link.py aten::copy_": 1,
+    "optimizer_step.py aten::sqrt": 1,
+    "optimizer_step.py aten::div": 2,
+    "optimizer_step.py aten::add": 1,
+    "optimizer_step.py aten::reciprocal": 1,
+    "optimizer_step.py aten::mul": 2,
+    "optimizer_step.py aten::clamp": 1,
+    "optimizer_step.py aten::_to_copy": 2,
+    "optimizer_step.py aten::abs": 1,
+    "optimizer_step.py aten::ne": 1,
+    "optimizer_step.py aten::eq": 1,
+    "optimizer_step.py aten::logical_not": 1,
     # Twice: the units that the next step needs first, and all others. AdamW: with and without weight decay.
     "optimizer.py aten::_foreach_mul_": 2,
     "adam.py aten::_foreach_add_": 4,

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
-from megatron_zpp.comm.climb import Climb
-from megatron_zpp.comm.codecs import CastCodec, Regions, Runs
+from megatron_zpp.comm.codecs import CastCodec, LinkCodecs, Regions, Runs
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.link_codecs import LinkCodecs
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Climb, Ladder
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Topology
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_zpp.comm.link_codecs import KEY_BITS, noise_key
+from megatron_zpp.comm.codecs import KEY_BITS, noise_key
 
 
 def test_a_key_is_a_function_of_its_place_that_no_process_or_version_changes() -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_zpp.zero.unit_descent import UnitDescent
+from megatron_zpp.zero.gradients import UnitGradient
 from pretrain_zeropp_gpt import main
 
-descend = UnitDescent.descend
+descend = UnitGradient.descend
 calls = 0
 
 
-def failing_descend(self: UnitDescent, *, is_last_microbatch: bool) -> None:
+def failing_descend(self: UnitGradient, *, is_last_microbatch: bool) -> None:
     global calls
     calls += 1
     if calls == 10 and os.environ["RANK"] == "1":
@@ -23,5 +23,5 @@ def failing_descend(self: UnitDescent, *, is_last_microbatch: bool) -> None:
     descend(self, is_last_microbatch=is_last_microbatch)
 
 
-UnitDescent.descend = failing_descend  # type: ignore[method-assign]
+UnitGradient.descend = failing_descend  # type: ignore[method-assign]
 sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ POINTS = {
     "making groups": "megatron_zpp.training.setup:build_ladder",
     "preparing data": "megatron_zpp.training.setup:build_run_data",
     "after the roll call": "megatron_zpp.training.startup_checks:check_save_is_shared",
-    "first step": "megatron_zpp.zero.unit_descent:UnitDescent.descend",
+    "first step": "megatron_zpp.zero.gradients:UnitGradient.descend",
     "tensor sum": "megatron_zpp.comm.tensor_link:TensorLink.summed",
     "exchange": "megatron_zpp.comm.context_link:ContextLink.exchange",
     "evaluation": "megatron_zpp.training.trainer:evaluate",

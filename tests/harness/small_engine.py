@@ -30,9 +30,9 @@ from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import LossScaler
+from megatron_zpp.zero.optimizer_step import StepResult
 from megatron_zpp.zero.policy import POLICIES, Policy, Rung
 from megatron_zpp.zero.schedule import Prefetch
-from megatron_zpp.zero.step_result import StepResult
 
 CPU = torch.device("cpu")
 SECONDARY_ROW = Policy(Rung.PRIMARY, Rung.SECONDARY, Rung.SECONDARY)  # a row that no flag offers

@@ -21,7 +21,7 @@ forward_backward = trainer.forward_backward
 
 
 def watched_step(model: Any, engine: Any, batches: Iterator[Any], microbatches: int) -> Any:
-    return forward_backward(model, engine, _noted(batches, engine._iteration + 1), microbatches)
+    return forward_backward(model, engine, _noted(batches, engine.iteration + 1), microbatches)
 
 
 def _noted(batches: Iterator[Any], iteration: int) -> Iterator[Any]:

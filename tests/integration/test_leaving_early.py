@@ -151,7 +151,7 @@ def entry_with_bad_gradients(first: int, flags: list[str]) -> int:
     backward, rank = ZeroEngine.backward, int(os.environ["RANK"])
 
     def bad_backward(engine: ZeroEngine, loss: Any, **options: Any) -> None:
-        is_bad = rank == 1 and engine._iteration >= first - 1
+        is_bad = rank == 1 and engine.iteration >= first - 1
         backward(engine, loss * float("nan") if is_bad else loss, **options)
 
     ZeroEngine.backward = bad_backward  # type: ignore[method-assign]

@@ -12,8 +12,8 @@ from harness.fake_streams.machine import Site
 
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.step import forward_backward, gather_numbers
-from megatron_zpp.zero import engine
-from megatron_zpp.zero.squared_sums import squared_sums_at_once
+from megatron_zpp.zero import optimizer_step
+from megatron_zpp.zero.norms import squared_sums_at_once
 
 pytestmark = pytest.mark.virtual
 
@@ -47,6 +47,6 @@ def waits(flags: str, gpu: Gpu) -> list[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_waits_once_in_a_step_of_the_gpt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "squared_sums_for", lambda *_: squared_sums_at_once)  # as on a GPU
+    monkeypatch.setattr(optimizer_step, "squared_sums_for", lambda *_: squared_sums_at_once)  # as on a GPU
     flags, grid = CASES[name]
-    assert run_on_gpus(grid, partial(waits, flags)) == [["synchronize at readout.py"]] * grid.world_size
+    assert run_on_gpus(grid, partial(waits, flags)) == [["synchronize at host_link.py"]] * grid.world_size

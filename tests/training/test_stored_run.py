@@ -14,7 +14,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.stored_run import StoredRun
-from megatron_zpp.zero.states import KEPT_WEIGHT
+from megatron_zpp.zero.policy import KEPT_WEIGHT
 
 FOLDER = Path("saved/iter_0000003")
 ROPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --use-rotary-position-embeddings --train-iters 5"

@@ -16,7 +16,7 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.shared_places import sharing_received_bytes
+from megatron_zpp.zero.shared_gradients import sharing_received_bytes
 
 pytestmark = pytest.mark.virtual
 

@@ -16,7 +16,7 @@ from harness.patience import PATIENCE_SECONDS
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, entry
 
-from megatron_zpp.zero.step_result import StepResult
+from megatron_zpp.zero.optimizer_step import StepResult
 
 
 def without_plan(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.zero.clipping import Clipping, skips_on_device
+from megatron_zpp.zero.optimizer_step import Clipping, skips_on_device
 
 scales = st.one_of(st.just(1.0), st.integers(-8, 40).map(lambda power: 2.0**power), st.floats(1e-3, 1e6))
 clippings = st.builds(Clipping, scales, st.sampled_from([0.0, 1e-3, 0.3, 1.0, 1e9]))

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.policy import POLICIES
-from megatron_zpp.zero.shared_places import shared_places
+from megatron_zpp.zero.shared_gradients import shared_places
 
 pytestmark = pytest.mark.virtual
 

@@ -10,7 +10,7 @@ from harness.small_engine import ROWS, Job, ModelShape, Rank, global_batch, plai
 from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.zero.count_zeros import count_zeros
+from megatron_zpp.zero.norms import count_zeros
 
 pytestmark = pytest.mark.virtual
 

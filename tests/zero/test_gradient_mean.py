@@ -20,9 +20,8 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import EXACT
-from megatron_zpp.comm.codecs import Regions, make_codec
+from megatron_zpp.comm.codecs import LinkCodecs, Regions, make_codec
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.link_codecs import LinkCodecs
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid

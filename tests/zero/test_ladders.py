@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.count_zeros import count_zeros
+from megatron_zpp.zero.norms import count_zeros
 from megatron_zpp.zero.policy import POLICIES, ZEROPP
 
 pytestmark = pytest.mark.virtual

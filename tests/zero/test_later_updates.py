@@ -14,12 +14,11 @@ from torch import Tensor
 from megatron_zpp.checkpoint.engine_state import manifest_of
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.zero.later_updates import LaterUpdates
+from megatron_zpp.zero.optimizer import LaterUpdates, Update
 from megatron_zpp.zero.pieces import owned_pieces, resting_pieces
 from megatron_zpp.zero.policy import POLICIES, with_offloaded_optimizer
 from megatron_zpp.zero.schedule import Prefetch
 from megatron_zpp.zero.shard import full_weights
-from megatron_zpp.zero.update import Update
 
 pytestmark = pytest.mark.virtual
 

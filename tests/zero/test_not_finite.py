@@ -14,9 +14,8 @@ from harness.worlds import TurnLanes, run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.codecs import Regions, Runs
+from megatron_zpp.comm.codecs import LinkCodecs, Regions, Runs
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.link_codecs import LinkCodecs
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.policy import (

@@ -16,10 +16,10 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import LinkCodes
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.count_zeros import count_zeros
+from megatron_zpp.zero.norms import count_zeros
 from megatron_zpp.zero.pieces import pieces_of
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_gradients_summed_on_secondary
-from megatron_zpp.zero.shared_places import shared_places, sharing_received_bytes
+from megatron_zpp.zero.shared_gradients import shared_places, sharing_received_bytes
 
 pytestmark = pytest.mark.virtual
 
@@ -84,7 +84,7 @@ def test_parts_are_added_in_the_order_of_the_ranks_and_whole_gradients_are_those
     def program(backend: VirtualBackend) -> tuple[Elements, Elements]:
         rank = DividedRank(Job(ROWS[row], shape=SHAPE, steps=1), backend, groups=groups)
         rank.accumulate(0)
-        rank.engine._descents.finish()
+        rank.engine._pass.finish_descents()
         add_noise(rank)
         before = gradients(rank)
         rank.engine.finish_gradients()
@@ -228,7 +228,7 @@ def test_codes_that_differ_between_ladders_leave_what_they_share_equal() -> None
     def program(backend: VirtualBackend) -> tuple[Elements, Elements]:
         rank = DividedRank(Job(replace(ZEROPP, weight_codes=LinkCodes()), shape=SHAPE), backend, groups=1)
         rank.accumulate(0)
-        rank.engine._descents.finish()
+        rank.engine._pass.finish_descents()
         before = gradients(rank)
         rank.engine.finish_gradients()
         return before, gradients(rank)

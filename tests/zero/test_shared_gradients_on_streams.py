@@ -13,9 +13,9 @@ from harness.small_engine import LEARNING_RATE, Job, ModelShape
 
 from megatron_zpp.ops import extension
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero import engine
+from megatron_zpp.zero import optimizer_step
+from megatron_zpp.zero.norms import squared_sums_at_once
 from megatron_zpp.zero.policy import POLICIES, ZEROPP
-from megatron_zpp.zero.squared_sums import squared_sums_at_once
 
 pytestmark = pytest.mark.virtual
 
@@ -30,7 +30,7 @@ JOBS = {
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of squares that a GPU gets, and no kernels that another test of this process has loaded."""
-    monkeypatch.setattr(engine, "squared_sums_for", lambda *_: squared_sums_at_once)
+    monkeypatch.setattr(optimizer_step, "squared_sums_for", lambda *_: squared_sums_at_once)
     monkeypatch.setattr(extension, "has_kernels_for", lambda device_type: False)
 
 
@@ -60,7 +60,7 @@ def finishing(job: Job, gpu: Gpu) -> tuple[list[Launch | Site], list[Launch | Si
 @pytest.mark.parametrize("name", JOBS)
 def test_the_host_waits_for_the_norm_alone(name: str) -> None:
     for finish, all_of_it in run_on_gpus(GRID, partial(finishing, JOBS[name])):
-        assert [f"{entry.call} at {entry.file}" for entry in all_of_it if isinstance(entry, Site)] == ["synchronize at readout.py"]
+        assert [f"{entry.call} at {entry.file}" for entry in all_of_it if isinstance(entry, Site)] == ["synchronize at host_link.py"]
         assert sum(isinstance(entry, Launch) and entry.operation.startswith("gather tensor") for entry in finish) == 1
 
 

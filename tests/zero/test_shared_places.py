@@ -15,7 +15,7 @@ from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.division import Division, Gradient, Run
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.zero.layout import FlatLayout
-from megatron_zpp.zero.shared_places import (
+from megatron_zpp.zero.shared_gradients import (
     SharedPlace,
     Sharing,
     most_shared_numel,

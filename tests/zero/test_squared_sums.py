@@ -11,8 +11,8 @@ from harness.small_engine import ROWS, Job, Rank
 from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.zero import engine, squared_sums
-from megatron_zpp.zero.squared_sums import SquaredSums, squared_sums_at_once, squared_sums_by_chunks, squared_sums_for
+from megatron_zpp.zero import norms, optimizer_step
+from megatron_zpp.zero.norms import SquaredSums, squared_sums_at_once, squared_sums_by_chunks, squared_sums_for
 
 CPU = torch.device("cpu")
 WAYS = [squared_sums_by_chunks, squared_sums_at_once]
@@ -50,13 +50,13 @@ def test_a_gpu_adds_all_units_at_once_and_a_cpu_chunk_by_chunk() -> None:
 
 def test_tensors_too_long_for_one_kernel_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = squared_sums_at_once(units(), CPU).tolist()
-    monkeypatch.setattr(squared_sums, "_LARGEST_NUMEL", 1000)
+    monkeypatch.setattr(norms, "_LARGEST_NUMEL", 1000)
     assert squared_sums_at_once(units(), CPU).tolist() == pytest.approx(whole, rel=5e3 * 2**-53)
 
 
 @pytest.mark.virtual
 def test_every_row_gives_the_same_norm_when_all_units_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "squared_sums_for", lambda *_: squared_sums_at_once)
+    monkeypatch.setattr(optimizer_step, "squared_sums_for", lambda *_: squared_sums_at_once)
     histories = [run_world((2, 2), lambda backend, policy=policy: Rank(Job(policy), backend).train()) for policy in ROWS.values()]
     assert all(history == histories[0] for history in histories)
 
@@ -74,7 +74,7 @@ def test_no_more_than_one_chunk_is_held_in_fp64_at_a_time(monkeypatch: pytest.Mo
         held.clear()
         return dot(first, second)
 
-    monkeypatch.setattr(squared_sums, "CHUNK_NUMEL", 100)
+    monkeypatch.setattr(norms, "CHUNK_NUMEL", 100)
     monkeypatch.setattr(Tensor, "double", noted_double)
     monkeypatch.setattr(torch, "dot", noted_dot)
     squared_sums_by_chunks(units(), CPU)

@@ -9,15 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.policy import POLICIES
-from megatron_zpp.zero.unit_descent import UnitDescent
 
 pytestmark = pytest.mark.virtual
 
 
-def collect_everywhere(descent: UnitDescent, gradient: UnitGradient, value: float) -> None:
+def collect_everywhere(gradient: UnitGradient, value: float) -> None:
     """Every parameter of the unit brings a gradient of this value."""
     for index, placed in enumerate(gradient.layout.params):
-        descent.collect(index, torch.full(placed.spec.shape, value))
+        gradient.collect(index, torch.full(placed.spec.shape, value))
 
 
 def ends_with_gradients_of(value: float, rank: Rank) -> bool:
@@ -37,15 +36,15 @@ def test_what_has_been_collected_stays_until_it_has_descended_whoever_waits_for_
     def program(backend: VirtualBackend) -> bool:
         rank = Rank(Job(POLICIES[3], microbatches=2), backend)
         staging = rank.engine.ladder.staging
-        for descent, gradient in zip(rank.engine._unit_descents, rank.engine.gradients, strict=True):
+        for gradient in rank.engine.gradients:
             for microbatch in (1.0, 2.0):
-                collect_everywhere(descent, gradient, microbatch)
-                descent.finish()
+                collect_everywhere(gradient, microbatch)
+                gradient.finish()
                 other = staging.take(gradient.layout.numel * 4)
                 other.fill_(0xA5)  # whatever else needs a buffer of this size
                 staging.give(other)
-                descent.descend(is_last_microbatch=microbatch == 2.0)
-            descent.finish()
+                gradient.descend(is_last_microbatch=microbatch == 2.0)
+            gradient.finish()
         return ends_with_gradients_of(3.0, rank)
 
     assert all(run_world((1, 2), program))
@@ -57,12 +56,12 @@ def test_a_micro_batch_that_brings_no_gradient_leaves_the_one_before_as_it_is(st
 
     def program(backend: VirtualBackend) -> bool:
         rank = Rank(Job(POLICIES[stage], microbatches=2), backend)
-        for descent, gradient in zip(rank.engine._unit_descents, rank.engine.gradients, strict=True):
-            collect_everywhere(descent, gradient, 3.0)
-            descent.descend(is_last_microbatch=False)
-            descent.fill_missing()
-            descent.descend(is_last_microbatch=True)
-            descent.finish()
+        for gradient in rank.engine.gradients:
+            collect_everywhere(gradient, 3.0)
+            gradient.descend(is_last_microbatch=False)
+            gradient.fill_missing()
+            gradient.descend(is_last_microbatch=True)
+            gradient.finish()
         return ends_with_gradients_of(3.0, rank)
 
     assert all(run_world((1, 2), program))
@@ -71,8 +70,8 @@ def test_a_micro_batch_that_brings_no_gradient_leaves_the_one_before_as_it_is(st
 def test_a_finish_with_nothing_under_way_books_and_changes_nothing() -> None:
     def program(backend: VirtualBackend) -> bool:
         rank = Rank(Job(POLICIES[3]), backend)
-        for descent in rank.engine._unit_descents:
-            descent.finish()
+        for gradient in rank.engine.gradients:
+            gradient.finish()
         free = dict(rank.engine.ladder.staging._free)
         rank.engine.close()
         return not free
@@ -97,16 +96,17 @@ class Operations(TorchDispatchMode):
 def test_all_gradients_of_one_dimension_of_a_unit_are_taken_by_one_operation(stage: int) -> None:
     def program(backend: VirtualBackend) -> None:
         rank = Rank(Job(POLICIES[stage], torch.bfloat16), backend)
-        descent, layout = rank.engine._unit_descents[1], rank.engine.gradients[1].layout
+        gradient = rank.engine.gradients[1]
+        layout = gradient.layout
         dims = [len(placed.spec.shape) for placed in layout.params]
         with Operations() as operations:
             for index, placed in enumerate(layout.params):
-                descent.collect(index, torch.full(placed.spec.shape, float(index + 1), dtype=torch.bfloat16))
-            values = descent._collector.complete()
+                gradient.collect(index, torch.full(placed.spec.shape, float(index + 1), dtype=torch.bfloat16))
+            values = gradient._collector.complete()
         assert operations.written == [1, 1, dims.count(1)] and dims.count(1) > 2
         for index, placed in enumerate(layout.params):
             assert bool((values.range(placed.offset, placed.offset + placed.numel) == index + 1).all())
-        descent._collector.release()
+        gradient._collector.release()
         rank.engine.close()
 
     run_world((1, 2), program)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks
-from megatron_zpp.zero.descents import LARGEST_UNDER_WAY
+from megatron_zpp.zero.gradients import LARGEST_UNDER_WAY
 from megatron_zpp.zero.schedule import Prefetch
 
 

@@ -237,7 +237,7 @@ def calling_sites(call: str) -> Sites:
 def asking_file() -> str:
     """The innermost file of the project that is being run; "autograd" while it runs backward."""
     for frame, name in _frames_of_the_project():
-        return "autograd" if (name, frame.f_code.co_name) == ("engine.py", "backward") else name
+        return "autograd" if (name, frame.f_code.co_name) == ("training_pass.py", "backward") else name
     return ""
 
 

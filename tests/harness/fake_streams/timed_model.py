@@ -16,9 +16,8 @@ from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.optimizer import ShardedAdamW
+from megatron_zpp.zero.optimizer import ShardedAdamW, Update
 from megatron_zpp.zero.policy import Rung
-from megatron_zpp.zero.update import Update
 
 WIDTH = 16
 FORWARD, BACKWARD = 1.0, 2.0
