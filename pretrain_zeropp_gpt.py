@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-import megatron_zpp.monitor.process_start  # noqa: F401  its clock starts here, before anything slow
+import megatron_zpp.system.process_start  # noqa: F401  its clock starts here, before anything slow
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import ERROR_EXIT_CODE, asks_for_help, error_text, help_text, parse_flags
 from megatron_zpp.config.defaults import banner
@@ -20,11 +20,12 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import arguments_block
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.monitor.interrupts import INTERRUPTED_EXIT_CODE, Interrupts
-from megatron_zpp.monitor.lasting_stream import tell_lost_lines, use_lasting_streams
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.parallel.failures.launcher_watch import FAILURE_EXIT_CODE, LauncherWatch
 from megatron_zpp.parallel.launch import Launch, is_launched, read_job, read_launch
+from megatron_zpp.system.interrupts import INTERRUPTED_EXIT_CODE, Interrupts
+from megatron_zpp.system.lasting_stream import tell_lost_lines, use_lasting_streams
+from megatron_zpp.system.user_error import UserError
 
 if TYPE_CHECKING:
     from megatron_zpp.parallel.initialize import RankLost, World
@@ -37,7 +38,7 @@ INTERRUPTED = "interrupted"
 def main(argv: list[str]) -> int:
     try:
         launch = read_launch(os.environ)
-    except ValueError as error:
+    except UserError as error:
         if not (asks_for_help(argv) or "--dry-run" in argv):
             return refuse(str(error))
         launch = Launch(0, 1, 0, 1)  # neither help nor a plan starts anything
@@ -65,7 +66,7 @@ def show_plan(config: Config, launch: Launch) -> int:
 
     try:
         text = described_plan(config, launch)
-    except ValueError as error:
+    except UserError as error:
         return refuse(str(error), launch.rank)
     RankPrinter(launch.rank, launch.world_size).on_first(text)
     return 0
@@ -78,14 +79,14 @@ def run_in_world(config: Config, given: Config, launch: Launch, mistake: str | N
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints the stack of every request to a store that is lost
     from megatron_zpp.parallel.initialize import RankLost, StartupError, World, choose_device  # torch is imported from here on
-    from megatron_zpp.parallel.open_files import allow_open_files
+    from megatron_zpp.system.open_files import allow_open_files
     from megatron_zpp.training.save_lock import SaveLock
 
     try:
         allow_open_files(launch.world_size, config.data.num_workers)
         device = choose_device(launch, config.distributed.distributed_backend)
         world = World(launch, device, timedelta(minutes=config.distributed.distributed_timeout_minutes))
-    except ValueError as error:
+    except UserError as error:
         return refuse(str(error))
     except RankLost as error:
         return end(launch.rank, error)

@@ -19,7 +19,7 @@ from compare_runs import summarize
 from report import report
 from run_history import RunHistory, read_history
 
-from megatron_zpp.config.outside import OutsideFile
+from megatron_zpp.system.outside import OutsideFile
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = {"ZeRO-3": "compared_plain.jsonl", "ZeRO++": "compared_zeropp.jsonl", "lean": "compared_lean.jsonl"}

@@ -19,6 +19,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_dataset import SampleSource
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.sample_order import order_notices
 from megatron_zpp.training.stored_run import find_stored_run
@@ -34,14 +35,14 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, flags: list[str]) -> None:
-    """Prepares the data and prints what was prepared. Raises ValueError for flags and data that the run would refuse."""
+    """Prepares the data and prints what was prepared. Raises UserError for flags and data that the run would refuse."""
     config = resolve(with_checkpoint_args(parse_flags(flags)), args.ranks, args.ranks)
     stored = find_stored_run(config.checkpoint)
     config, about_rules = with_kept_rules(config, stored)
     for line in (*about_rules, *(order_notices(config, stored) if stored is not None else ())):
         print(line)
     if not config.data.names_corpora:
-        raise ValueError("--data-path is not given, nor another flag that names corpora; give the flags of the run.")
+        raise UserError("--data-path is not given, nor another flag that names corpora; give the flags of the run.")
     from megatron_zpp.training import setup  # torch is imported from here on
 
     started = time.monotonic()

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from command import megabytes, run_command
 
 from megatron_zpp.config.counted import counted
-from megatron_zpp.config.outside import OutsideFile
-from megatron_zpp.monitor.output_file import naming_file
+from megatron_zpp.system.output_file import naming_file
+from megatron_zpp.system.outside import OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 SMALL_CORPUS_MEGABYTES = 5
@@ -29,11 +30,11 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the corpus and prints its size. Raises ValueError if no source file is found."""
+    """Writes the corpus and prints its size. Raises UserError if no source file is found."""
     root = Path(sysconfig.get_path("stdlib"))
     document_count, text_bytes = write_corpus(root, Path(args.output), max_bytes=int(args.max_megabytes * 1e6))
     if document_count == 0:
-        raise ValueError(f"{root} holds no Python source to collect; give tools/preprocess_data.py JSON lines of your own.")
+        raise UserError(f"{root} holds no Python source to collect; give tools/preprocess_data.py JSON lines of your own.")
     print(f"{args.output}: {counted(document_count, 'document')}, {text_bytes / 1e6:.1f} MB of text from {root}")
     if text_bytes < SMALL_CORPUS_MEGABYTES * 1e6:
         print(f"This is less than {SMALL_CORPUS_MEGABYTES} MB: enough to try the tools, too little to train on.")

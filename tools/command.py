@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_zpp.config.cli import nearest_flag
 from megatron_zpp.config.flag import LARGEST_COUNT, LARGEST_PROCESSES, LARGEST_VOCABULARY, LARGEST_WORLD, whole_number
 from megatron_zpp.data.preprocess.json_lines import LONGEST_LINE_BYTES
+from megatron_zpp.system.user_error import UserError
 
 MISTAKE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
@@ -97,11 +98,11 @@ def _remedy_of_unknown(flag: str, known: Sequence[str]) -> str:
 
 @contextmanager
 def errors_in_words(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the program with one line for a ValueError, an OSError or an interruption of the block; silently if nobody reads its output."""
+    """Ends the program with one line for a UserError, an OSError or an interruption of the block; silently if nobody reads its output."""
     try:
         yield
         print(end="", flush=True)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _output_has_no_reader():
             parser.exit(CLOSED_PIPE_EXIT_CODE)
         sentence = "\n".join(map(printable, in_words(error).split("\n")))  # it may quote a file
@@ -127,7 +128,7 @@ def _end_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def in_words(error: ValueError | OSError) -> str:
+def in_words(error: UserError | OSError) -> str:
     """The sentence of an error; for one of the system its file, what is wrong, and what to do."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)

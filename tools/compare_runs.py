@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the tables. Raises ValueError for a wrong number of names, or for a file without a logged iteration."""
+    """Prints the tables. Raises UserError for a wrong number of names, or for a file without a logged iteration."""
     histories = read_histories(args.log_jsonl, args.names)
     print(table([summarize(history) for history in histories]))
     loss = worst_final_loss(histories) if args.at_loss is None else args.at_loss
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def summarize(history: RunHistory) -> Summary:
-    """The figures of one run. Raises ValueError if its lines lack one of them."""
+    """The figures of one run. Raises UserError if its lines lack one of them."""
     history.require(*NEEDED, remedy=REMEDY)
     inter, intra, states, step_ms = map(history.figures, NEEDED)
     return Summary(

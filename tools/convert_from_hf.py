@@ -17,6 +17,7 @@ from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.checkpoint.stored_flags import units_of
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.system.user_error import UserError
 
 
 def main() -> None:
@@ -53,7 +54,7 @@ def _tokenizer(args: argparse.Namespace, vocab_size: int, padded: int) -> tuple[
         data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model)
         return data, f"the recorded tokenizer is {args.tokenizer_type}"
     if args.tokenizer_model is not None:
-        raise ValueError(f"--tokenizer-model {args.tokenizer_model} needs --tokenizer-type, which says how to read it.")
+        raise UserError(f"--tokenizer-model {args.tokenizer_model} needs --tokenizer-type, which says how to read it.")
     folder = Path(args.input).resolve()  # for runs that start elsewhere
     if not (folder / "tokenizer.json").is_file():
         return ids, "no tokenizer of text is recorded, because the folder has no tokenizer.json"
@@ -61,7 +62,7 @@ def _tokenizer(args: argparse.Namespace, vocab_size: int, padded: int) -> tuple[
     data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     try:
         rows = build_tokenizer(data).vocab_size
-    except ValueError as error:
+    except UserError as error:
         return ids, f"no tokenizer of text is recorded: {error}"
     if rows > padded:
         return ids, f"no tokenizer of text is recorded, because with tokenizer.json there are {rows} ids, and {vocab_size} rows"

@@ -20,6 +20,7 @@ from megatron_zpp.checkpoint.stored_flags import check_tokenizer_files, data_fla
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_zpp.system.user_error import UserError
 
 
 def main() -> None:
@@ -64,14 +65,14 @@ def _data(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
 
 def _vocab_size(ids: int | None, padded: int, *, keeps_padding: bool) -> int:
     if ids is not None and ids > padded:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has {ids} ids, more than the {padded} rows of the embedding; give the --vocab-size of the training, or its "
             "--tokenizer-model without files beside tokenizer.json that name more tokens."
         )
     if keeps_padding:
         return padded
     if ids is None:
-        raise ValueError("the checkpoint does not say how many ids its tokenizer has; give --vocab-size or --keep-vocab-padding.")
+        raise UserError("the checkpoint does not say how many ids its tokenizer has; give --vocab-size or --keep-vocab-padding.")
     return ids
 
 

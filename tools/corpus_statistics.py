@@ -15,7 +15,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints one sentence and one JSON object. Raises ValueError for unusable data, or for a --split without validation tokens."""
+    """Prints one sentence and one JSON object. Raises UserError for unusable data, or for a --split without validation tokens."""
     dataset = IndexedDataset(args.data_path)
     check_token_ids(dataset, args.vocab_size)
     documents = split_documents(args.split, len(dataset))

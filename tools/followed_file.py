@@ -4,7 +4,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_zpp.config.outside import LOG_LINE_BYTES, open_regular
+from megatron_zpp.system.outside import LOG_LINE_BYTES, open_regular
+from megatron_zpp.system.user_error import UserError
 
 CHUNK_BYTES = 1 << 20
 
@@ -25,7 +26,7 @@ class FollowedFile:
     def new_lines(self) -> Iterator[bytes | None]:
         """The whole lines since the last call. None comes first if these are the lines of another file.
 
-        Raises OSError for what is not a regular file, and ValueError for a line of more than LOG_LINE_BYTES.
+        Raises OSError for what is not a regular file, and UserError for a line of more than LOG_LINE_BYTES.
         """
         try:
             file = open(open_regular(self.path), "rb", buffering=0)
@@ -44,5 +45,5 @@ class FollowedFile:
                 self._offset += len(chunk)
                 *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
                 if len(self._unfinished) > LOG_LINE_BYTES:
-                    raise ValueError(f"{self.path} has a line of more than {LOG_LINE_BYTES} bytes; give a file of --log-jsonl.")
+                    raise UserError(f"{self.path} has a line of more than {LOG_LINE_BYTES} bytes; give a file of --log-jsonl.")
                 yield from lines

@@ -5,7 +5,7 @@ from pathlib import Path
 from followed_file import FollowedFile
 from run_history import REMEDY, RunHistory
 
-from megatron_zpp.config.outside import OutsideFile
+from megatron_zpp.system.outside import OutsideFile
 
 SILENT_INTERVALS = 5
 SHORTEST_SILENCE_SECONDS = 60.0

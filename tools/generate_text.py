@@ -22,6 +22,7 @@ from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer, embedding_rows
 from megatron_zpp.model.generation import Sampling, generated_tokens
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.system.user_error import UserError
 
 
 def main() -> None:
@@ -59,23 +60,23 @@ def data_config(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
 
 
 def check_sizes(manifest: Manifest, ids: int) -> None:
-    """Raises ValueError unless a model of so many ids has the rows of this one."""
+    """Raises UserError unless a model of so many ids has the rows of this one."""
     rows = padded_vocab_size(manifest)
     own_rows = ids if ids > rows else embedding_rows(model_flags(manifest), ids)
     if own_rows == rows:
         return
     padded = f", with padding {own_rows}" if own_rows > ids else ""
-    raise ValueError(f"the tokenizer has {ids} ids{padded}, and the model {rows}; give the --tokenizer-model that the training used.")
+    raise UserError(f"the tokenizer has {ids} ids{padded}, and the model {rows}; give the --tokenizer-model that the training used.")
 
 
 def _prompt_ids(prompt: str, tokenizer: Tokenizer, data: DataConfig) -> list[int]:
     """The ids of the prompt, without the end of the document if the tokenizer puts one behind every text."""
     try:
         ids, ids_of_no_text = tokenizer.tokenize(prompt), tokenizer.tokenize("")
-    except ValueError as error:
+    except UserError as error:
         if data.tokenizer_type != "NullTokenizer":
             raise
-        raise ValueError(f"{error} The checkpoint names no tokenizer of text; --tokenizer-type and --tokenizer-model give one.") from None
+        raise UserError(f"{error} The checkpoint names no tokenizer of text; --tokenizer-type and --tokenizer-model give one.") from None
     end = [tokenizer.eod]
     return ids[:-1] if ids_of_no_text[-1:] == end == ids[-1:] else ids
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from hostfile import Host
 
-from megatron_zpp.config.outside import OutsideFile
+from megatron_zpp.system.outside import OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 # Variables with these prefixes are exported to every host. CUDA_VISIBLE_DEVICES is not: it depends on the slots of each host.
 EXPORTED_PREFIXES = (
@@ -132,13 +133,13 @@ def is_this_machine(name: str) -> bool:
 def exported_variables(environment: Mapping[str, str], more_prefixes: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
     """The variables for every host: those with an exported prefix, and those in the files. The files override the environment.
 
-    Raises ValueError for a name that bash cannot export, and for a file that `read_variables` refuses.
+    Raises UserError for a name that bash cannot export, and for a file that `read_variables` refuses.
     """
     prefixes = (*EXPORTED_PREFIXES, *more_prefixes)
     variables = {name: value for name, value in environment.items() if name.startswith(prefixes) and name not in NOT_EXPORTED}
     for name in variables:
         if not VARIABLE_NAME.fullmatch(name):
-            raise ValueError(f"the environment has a variable {name!r}, which bash cannot set on other hosts; unset it.")
+            raise UserError(f"the environment has a variable {name!r}, which bash cannot set on other hosts; unset it.")
     for file in files:
         variables |= read_variables(file, {**environment, **variables})
     return dict(sorted(variables.items()))
@@ -148,7 +149,7 @@ def read_variables(file: Path, environment: Mapping[str, str]) -> dict[str, str]
     """The variables in a file of NAME=VALUE lines, as bash reads them: with quotes, backslashes, $NAME, ~ at the start, and comments.
 
     environment: gives the values of $NAME that no earlier line gives. An unquoted value may have spaces, as DeepSpeed allows.
-    Raises ValueError, naming file and line, for any other line.
+    Raises UserError, naming file and line, for any other line.
     """
     variables: dict[str, str] = {}
     found = OutsideFile(file, str(file), "write one variable per line, as NAME=value.")
@@ -158,18 +159,18 @@ def read_variables(file: Path, environment: Mapping[str, str]) -> dict[str, str]
             continue
         name, sign, value = text.removeprefix("export ").lstrip().partition("=")
         if not sign or not VARIABLE_NAME.fullmatch(name):
-            raise ValueError(f"{file}, line {number}: {text!r} is not a variable; write it as NAME=value.")
+            raise UserError(f"{file}, line {number}: {text!r} is not a variable; write it as NAME=value.")
         try:
             variables[name] = shell_value(value, {**environment, **variables})
         except ValueError as error:
-            raise ValueError(f"{file}, line {number}: {name} {error}.") from None
+            raise UserError(f"{file}, line {number}: {name} {error}.") from None
     return variables
 
 
 def shell_value(text: str, variables: Mapping[str, str]) -> str:
     """The value that bash gives to the text after NAME=. A variable that is not set is empty.
 
-    Raises ValueError, without a subject, for a quote without its end and for what only bash can evaluate.
+    Raises UserError, without a subject, for a quote without its end and for what only bash can evaluate.
     """
     parts, place = [], 0
     if text.startswith("~"):
@@ -178,7 +179,7 @@ def shell_value(text: str, variables: Mapping[str, str]) -> str:
     while place < len(text) and not COMMENT.match(text, place):
         part = PART.match(text, place)
         if part is None:
-            raise ValueError("has a quote without its end; add it, or put a backslash before the quote")
+            raise UserError("has a quote without its end; add it, or put a backslash before the quote")
         parts.append(part["single"] if part["single"] is not None else _expanded(part[0].removeprefix('"').removesuffix('"'), variables))
         place = part.end()
     return "".join(parts)
@@ -192,7 +193,7 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
             return found["escaped"]
         name = found["name"] or found["braced"]
         if name is None:
-            raise ValueError(f"has {found[0]}, which only a shell can evaluate; write its value, or put it in single quotes")
+            raise UserError(f"has {found[0]}, which only a shell can evaluate; write its value, or put it in single quotes")
         return variables.get(name, "")
 
     return EXPANSION.sub(value, text)

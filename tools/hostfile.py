@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_zpp.config.flag import whole_number
-from megatron_zpp.config.outside import OutsideFile
+from megatron_zpp.system.outside import OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 LARGEST_SLOTS = 4096  # of one host; no machine has as many GPUs or cores
 LINE = re.compile(r"(\S+)\s+slots=(\d+)")
@@ -39,7 +40,7 @@ class Host:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts in the order of the file. Blank lines, and text after #, are ignored. Raises ValueError, naming file and line."""
+    """The hosts in the order of the file. Blank lines, and text after #, are ignored. Raises UserError, naming file and line."""
     hosts: dict[str, Host] = {}
     text_of_file = OutsideFile(path, f"--hostfile {path}", "write one host per line, as: name slots=8.").text()
     for number, line in enumerate(text_of_file.splitlines(), start=1):
@@ -48,27 +49,27 @@ def read_hostfile(path: Path) -> list[Host]:
             continue
         found = LINE.fullmatch(text)
         if found is None:
-            raise ValueError(f"{path}, line {number}: {text!r} is not a host; write it as: name slots=8.")
+            raise UserError(f"{path}, line {number}: {text!r} is not a host; write it as: name slots=8.")
         name, slots = found[1], whole_number(found[2])
         _check_name(name, f"{path}, line {number}")
         if slots == 0:
-            raise ValueError(f"{path}, line {number}: {name} has no slots; give it one, or put # before the line.")
+            raise UserError(f"{path}, line {number}: {name} has no slots; give it one, or put # before the line.")
         if slots is None or slots > LARGEST_SLOTS:
-            raise ValueError(f"{path}, line {number}: {name} has slots={found[2]}; write a whole number from 1 to {LARGEST_SLOTS}.")
+            raise UserError(f"{path}, line {number}: {name} has slots={found[2]}; write a whole number from 1 to {LARGEST_SLOTS}.")
         if name in hosts:
-            raise ValueError(f"{path}, line {number}: {name} is in the file twice; keep one of the lines.")
+            raise UserError(f"{path}, line {number}: {name} is in the file twice; keep one of the lines.")
         hosts[name] = Host(name, tuple(range(slots)), slots)
     if not hosts:
-        raise ValueError(f"{path} names no host; write one per line, as: name slots=8.")
+        raise UserError(f"{path} names no host; write one per line, as: name slots=8.")
     return list(hosts.values())
 
 
 def _check_name(name: str, where: str) -> None:
     if "@" in name:
         user, _, host = name.partition("@")
-        raise ValueError(f"{where}: {name} names a user, but ranks meet at a host; write {host}, and User {user} for it in ~/.ssh/config.")
+        raise UserError(f"{where}: {name} names a user, but ranks meet at a host; write {host}, and User {user} for it in ~/.ssh/config.")
     if not NAME.fullmatch(name):
-        raise ValueError(f"{where}: {name!r} is not a host name; begin with a letter, a digit or _, and continue with these and . : -.")
+        raise UserError(f"{where}: {name!r} is not a host name; begin with a letter, a digit or _, and continue with these and . : -.")
 
 
 def include(hosts: list[Host], words: str) -> list[Host]:
@@ -78,21 +79,21 @@ def include(hosts: list[Host], words: str) -> list[Host]:
 
 
 def exclude(hosts: list[Host], words: str) -> list[Host]:
-    """The hosts without the slots named by words such as `a:0,2@b` (all slots of b). Raises ValueError if no slot is left."""
+    """The hosts without the slots named by words such as `a:0,2@b` (all slots of b). Raises UserError if no slot is left."""
     unwanted = _parsed("--exclude", hosts, words)
     left = [replace(host, slots=tuple(slot for slot in host.slots if slot not in unwanted.get(host.name, ()))) for host in hosts]
     if not any(host.slots for host in left):
-        raise ValueError(f"--exclude {words} leaves no slot; exclude fewer.")
+        raise UserError(f"--exclude {words} leaves no slot; exclude fewer.")
     return [host for host in left if host.slots]
 
 
 def check_same_slots(hosts: list[Host]) -> int:
-    """The number of slots of each host. Raises ValueError if the numbers differ, because all nodes must have the same size."""
+    """The number of slots of each host. Raises UserError if the numbers differ, because all nodes must have the same size."""
     counts: Mapping[str, int] = {host.name: len(host.slots) for host in hosts}
     fewest = min(counts.values())
     if len(set(counts.values())) > 1:
         named = ", ".join(f"{name} has {count}" for name, count in counts.items())
-        raise ValueError(f"hosts must have equal numbers of slots, {named}; give --num_gpus {fewest}, or choose with --include.")
+        raise UserError(f"hosts must have equal numbers of slots, {named}; give --num_gpus {fewest}, or choose with --include.")
     return fewest
 
 
@@ -102,9 +103,9 @@ def _parsed(flag: str, hosts: list[Host], words: str) -> dict[str, tuple[int, ..
     for word in words.split("@"):
         name, colon, numbers = word.strip().partition(":")
         if name not in known:
-            raise ValueError(f"{flag} {words}: {name!r} is not among the hosts, which are {', '.join(known)}.")
+            raise UserError(f"{flag} {words}: {name!r} is not among the hosts, which are {', '.join(known)}.")
         if name in chosen:
-            raise ValueError(f"{flag} {words}: {name} is named twice; list its slots after one colon, as {name}:0,1.")
+            raise UserError(f"{flag} {words}: {name} is named twice; list its slots after one colon, as {name}:0,1.")
         chosen[name] = _slots(flag, words, known[name], numbers) if colon else known[name].slots
     return chosen
 
@@ -112,8 +113,8 @@ def _parsed(flag: str, hosts: list[Host], words: str) -> dict[str, tuple[int, ..
 def _slots(flag: str, words: str, host: Host, numbers: str) -> tuple[int, ...]:
     named = [whole_number(number) for number in numbers.split(",")]
     if None in named:
-        raise ValueError(f"{flag} {words}: {numbers!r} is not a list of slots; write them as {host.name}:0,1.")
+        raise UserError(f"{flag} {words}: {numbers!r} is not a list of slots; write them as {host.name}:0,1.")
     slots = sorted({number for number in named if number is not None})
     if slots[-1] >= host.all_slots:
-        raise ValueError(f"{flag} {words}: {host.name} has no slot {slots[-1]}, its slots are 0 to {host.all_slots - 1}.")
+        raise UserError(f"{flag} {words}: {host.name} has no slot {slots[-1]}, its slots are 0 to {host.all_slots - 1}.")
     return tuple(slots)

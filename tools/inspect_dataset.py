@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the report. Raises ValueError for files that do not fit together, and for ids outside of a given vocabulary."""
+    """Prints the report. Raises UserError for files that do not fit together, and for ids outside of a given vocabulary."""
     tokenizer = _tokenizer_of(replace(tokenizer_config(args), data_path=(args.data_path,))) if args.tokenizer_type else None
     dataset = IndexedDataset(args.data_path)
     print(header(dataset))

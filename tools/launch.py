@@ -27,6 +27,7 @@ from hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, re
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.parallel.job_ids import JOB_VARIABLE
+from megatron_zpp.system.user_error import UserError
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 VARIABLE_FILES = (Path.home() / ".deepspeed_env", Path(".deepspeed_env"))  # the later wins
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
-    """The commands that this launcher must start. Raises ValueError for hosts, slots or files that do not exist."""
+    """The commands that this launcher must start. Raises UserError for hosts, slots or files that do not exist."""
     hosts = chosen_hosts(options)
     check_same_slots(hosts)
     files = [file for file in VARIABLE_FILES if file.is_file()] if options.env_file is None else [options.env_file]
@@ -56,7 +57,7 @@ def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
     if options.no_ssh:
         return [_own_command(hosts, program, rendezvous, options.node_rank)]
     if options.node_rank is not None:
-        raise ValueError("--node_rank needs --no_ssh; give --no_ssh as well.")
+        raise UserError("--node_rank needs --no_ssh; give --no_ssh as well.")
     _check_ssh_exists(hosts)
     return host_commands(hosts, program, rendezvous, options.ssh_port)
 
@@ -69,7 +70,7 @@ def _job_id(options: argparse.Namespace) -> dict[str, str]:
 def chosen_hosts(options: argparse.Namespace) -> list[Host]:
     """The hosts and slots that the flags choose."""
     if (options.include or options.exclude) and (options.num_nodes is not None or options.num_gpus is not None):
-        raise ValueError("--num_nodes and --num_gpus cannot be combined with --include and --exclude; choose in one of these ways.")
+        raise UserError("--num_nodes and --num_gpus cannot be combined with --include and --exclude; choose in one of these ways.")
     hosts = _all_hosts(options)
     if options.include:
         hosts = include(hosts, options.include)
@@ -91,7 +92,7 @@ def _all_hosts(options: argparse.Namespace) -> list[Host]:
     count = options.num_gpus or len(gpus)
     if count == 0:
         hidden = "CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ and count_gpus() else "nvidia-smi shows"
-        raise ValueError(f"{hidden} no GPU of this machine; give --num_gpus, the number of ranks, or --hostfile.")
+        raise UserError(f"{hidden} no GPU of this machine; give --num_gpus, the number of ranks, or --hostfile.")
     return [Host("localhost", tuple(range(count)), count, gpus if count <= len(gpus) else ())]
 
 
@@ -116,13 +117,13 @@ def visible_gpus(visible: str | None, listed: int) -> tuple[str, ...]:
 
 def _first_hosts(hosts: list[Host], count: int) -> list[Host]:
     if count > len(hosts):
-        raise ValueError(f"--num_nodes {count} is more than the {counted(len(hosts), 'host')}; choose at most {len(hosts)}.")
+        raise UserError(f"--num_nodes {count} is more than the {counted(len(hosts), 'host')}; choose at most {len(hosts)}.")
     return hosts[:count]
 
 
 def _first_slots(host: Host, count: int) -> Host:
     if count > len(host.slots):
-        raise ValueError(f"--num_gpus {count} is more than the {len(host.slots)} slots of {host.name}; choose at most {len(host.slots)}.")
+        raise UserError(f"--num_gpus {count} is more than the {len(host.slots)} slots of {host.name}; choose at most {len(host.slots)}.")
     return replace(host, slots=host.slots[:count])
 
 
@@ -133,14 +134,14 @@ def _rendezvous(hosts: Sequence[Host], options: argparse.Namespace) -> Rendezvou
     if len(hosts) == 1 and is_this_machine(first):
         return Rendezvous("127.0.0.1", options.master_port)
     if first in LOCAL_NAMES:
-        raise ValueError(f"the first host is {first}, which means another machine on each host; give --master_addr.")
+        raise UserError(f"the first host is {first}, which means another machine on each host; give --master_addr.")
     return Rendezvous(first, options.master_port)
 
 
 def _check_ssh_exists(hosts: Sequence[Host]) -> None:
     others = [host.name for host in hosts if not is_this_machine(host.name)]
     if others and shutil.which("ssh") is None:
-        raise ValueError(
+        raise UserError(
             f"ssh is not found, and {others[0]} is another machine; install the OpenSSH client, or start each host by --no_ssh --node_rank."
         )
 
@@ -148,7 +149,7 @@ def _check_ssh_exists(hosts: Sequence[Host]) -> None:
 def _own_command(hosts: Sequence[Host], program: Program, rendezvous: Rendezvous, node_rank: int | None) -> HostCommand:
     """The command of one host, for a start on that host itself."""
     if node_rank is None or not 0 <= node_rank < len(hosts):
-        raise ValueError(f"--no_ssh starts the ranks of one host; say which one with --node_rank, 0 to {len(hosts) - 1}.")
+        raise UserError(f"--no_ssh starts the ranks of one host; say which one with --node_rank, 0 to {len(hosts) - 1}.")
     here = [replace(host, name="localhost") for host in hosts]
     return host_commands(here, program, rendezvous, None)[node_rank]
 

@@ -11,6 +11,7 @@ from megatron_zpp.config.counted import counted
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocess.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.preprocess.journal import pair_prefix, read_finished_share
+from megatron_zpp.system.user_error import UserError
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the merged corpus, or that of every key of shares."""
     if args.multimodal:
-        raise ValueError("--multimodal is not available: corpora hold only text; leave it out.")
+        raise UserError("--multimodal is not available: corpora hold only text; leave it out.")
     if not args.shares:
         merge(args.input, args.output_prefix)
         return
@@ -29,14 +30,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def merge(words: list[str], output_prefix: str) -> None:
-    """Writes OUTPUT_PREFIX.bin and .idx. Raises ValueError for a damaged corpus, and for token ids of different dtypes."""
+    """Writes OUTPUT_PREFIX.bin and .idx. Raises UserError for a damaged corpus, and for token ids of different dtypes."""
     began = time.monotonic()
     prefixes = find_prefixes(words, output_prefix)
     # All corpora are checked before anything is written. Each is closed again, because there may be thousands.
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
     for prefix, dtype in dtypes.items():
         if dtype != dtypes[prefixes[0]]:
-            raise ValueError(
+            raise UserError(
                 f"{prefix}.bin holds {dtype.name}, {prefixes[0]}.bin {dtypes[prefixes[0]].name}; "
                 "merge only corpora that were tokenised with one vocabulary."
             )
@@ -53,35 +54,35 @@ def merge(words: list[str], output_prefix: str) -> None:
 
 
 def keys_of_shares(shares: list[str]) -> list[str]:
-    """The JSON keys of the shares. Raises ValueError if the shares were not made with the same settings, or if none of them has text."""
+    """The JSON keys of the shares. Raises UserError if the shares were not made with the same settings, or if none of them has text."""
     records = [read_finished_share(share) for share in shares]
     for share, record in zip(shares, records, strict=True):
         if record.settings != records[0].settings:
-            raise ValueError(
+            raise UserError(
                 f"{share} was made with another tokenizer or other flags than {shares[0]}; make all shares again with one command, "
                 "which repeats only what has changed."
             )
     keys = list(records[0].extents)
     if not any(extent.sequence_count for record in records for extent in record.extents.values()):
-        raise ValueError(f"no share holds a document with text under --json-keys {' '.join(keys)}; name the keys that hold the text.")
+        raise UserError(f"no share holds a document with text under --json-keys {' '.join(keys)}; name the keys that hold the text.")
     return keys
 
 
 def find_prefixes(words: list[str], output_prefix: str) -> list[str]:
-    """The prefixes that the words of --input name. A folder names all of its pairs, sorted by name. Raises ValueError for half a pair."""
+    """The prefixes that the words of --input name. A folder names all of its pairs, sorted by name. Raises UserError for half a pair."""
     found = [prefix for word in words for prefix in (_prefixes_in(Path(word)) if os.path.isdir(word) else [_without_ending(word)])]
     output = os.path.realpath(f"{output_prefix}.bin")
     named: dict[str, str] = {}
     for prefix in found:
         real = os.path.realpath(f"{prefix}.bin")
         if real == output:
-            raise ValueError(f"--output-prefix {output_prefix} is one of the corpora to merge; write to another place.")
+            raise UserError(f"--output-prefix {output_prefix} is one of the corpora to merge; write to another place.")
         if real in named:
             spelled = "" if named[real] == prefix else f" (as {named[real]} before)"
-            raise ValueError(f"--input names {prefix} twice{spelled}; name it once.")
+            raise UserError(f"--input names {prefix} twice{spelled}; name it once.")
         named[real] = prefix
     if not found:
-        raise ValueError(f"--input {' '.join(words)} has no pair of .bin and .idx; give the folder of a corpus, or its prefix.")
+        raise UserError(f"--input {' '.join(words)} has no pair of .bin and .idx; give the folder of a corpus, or its prefix.")
     return found
 
 
@@ -89,7 +90,7 @@ def _prefixes_in(folder: Path) -> list[str]:
     names = {ending: {path.stem for path in folder.glob(f"*{ending}")} for ending in (".bin", ".idx")}
     for half in sorted(names[".bin"] ^ names[".idx"]):
         missing = ".idx" if half in names[".bin"] else ".bin"
-        raise ValueError(f"{folder / half}{missing} does not exist, but its other half does; copy it, or move the half away.")
+        raise UserError(f"{folder / half}{missing} does not exist, but its other half does; copy it, or move the half away.")
     return [str(folder / name) for name in sorted(names[".bin"])]
 
 

@@ -31,7 +31,8 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.groups.data import TOKENIZER_FILES
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
-from megatron_zpp.monitor.output_file import naming_file
+from megatron_zpp.system.output_file import naming_file
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.dry_run import ranks_left_open
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld, config_of
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Prints the plan. Raises ValueError for flags that no run could have."""
+    """Prints the plan. Raises UserError for flags that no run could have."""
     options.inter_gigabits = _rates(options)
     given = with_checkpoint_args(parse_flags(flags))
     if not given.data.names_corpora:
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
 def _rates(options: argparse.Namespace) -> list[float]:
     """In Gbit/s. One node has no link to others, so nothing would cross it at any rate."""
     if options.inter_gigabits is None and options.nodes > 1:
-        raise ValueError("--inter-gigabits is missing: the rates of a node's link to the others in Gbit/s; give one or several.")
+        raise UserError("--inter-gigabits is missing: the rates of a node's link to the others in Gbit/s; give one or several.")
     return options.inter_gigabits or [float("inf")]
 
 

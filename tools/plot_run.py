@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from command import count_from_1, printable, run_command
 from run_history import AXES, Axis, RunHistory, read_histories
 
-from megatron_zpp.monitor.output_file import naming_file
+from megatron_zpp.system.output_file import naming_file
+from megatron_zpp.system.user_error import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,10 +38,10 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the picture and prints its name. Raises ValueError for a file without a logged iteration, or without what the axis needs."""
+    """Writes the picture and prints its name. Raises UserError for a file without a logged iteration, or without what the axis needs."""
     output = Path(args.output)
     if output.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"--output {output} is neither a PNG nor an SVG file; give a name that ends in .png or .svg.")
+        raise UserError(f"--output {output} is neither a PNG nor an SVG file; give a name that ends in .png or .svg.")
     runs = read_histories(args.log_jsonl, args.names)
     figure = draw(runs, Look(AXES[args.x_axis], args.smoothing, args.log_scale))
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ def _running_sums(values: Sequence[float], count: int) -> list[float]:
 def _positions(history: RunHistory, axis: Axis) -> list[float]:
     found = history.positions(axis)
     if axis.is_mean and found[-1] <= 0:
-        raise ValueError(f"{history.name} has no {axis.label}; choose another --x-axis.")
+        raise UserError(f"{history.name} has no {axis.label}; choose another --x-axis.")
     return found
 
 

@@ -28,6 +28,7 @@ from megatron_zpp.data.preprocess.encoding_workers import encoded_batches
 from megatron_zpp.data.preprocess.journal import Journal, Progress, input_files
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, DamagedInput, find_inputs, line_batches
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_zpp.system.user_error import UserError
 
 KILLED_WORKER = "a worker process was ended from outside, perhaps for memory; give fewer --workers"
 
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the pairs of files for all keys, or for none. Raises ValueError for wrong flags or lines."""
+    """Writes the pairs of files for all keys, or for none. Raises UserError for wrong flags or lines."""
     _check(args)
     if args.list_inputs:
         _list_inputs(args.input)
@@ -87,11 +88,11 @@ def run(args: argparse.Namespace) -> None:
         print("No document got an end-of-document token; give --append-eod if the model shall learn where a text ends.")
 
 
-class NothingToWrite(ValueError):
+class NothingToWrite(UserError):
     """The input contains no text."""
 
 
-class InvalidLine(ValueError):
+class InvalidLine(UserError):
     """A line is not a document, and invalid lines are not skipped."""
 
 
@@ -123,7 +124,7 @@ def _job(args: argparse.Namespace) -> Job:
     tokenizer = build_tokenizer(data)
     settings = {"json_keys": args.json_keys, "append_eod": args.append_eod, **tokenizer_identity(data)}
     if args.resume and STANDARD_INPUT in paths:
-        raise ValueError("--resume cannot read standard input again; give files to --input.")
+        raise UserError("--resume cannot read standard input again; give files to --input.")
     return Job(
         paths=paths,
         encoder=DocumentEncoder(tuple(args.json_keys), tokenizer, args.append_eod),
@@ -147,7 +148,7 @@ def _start(job: Job, resumes: bool, restarts_if_changed: bool) -> Progress | Non
     if resumes:
         try:
             start = _earlier_progress(job)
-        except ValueError as refusal:
+        except UserError as refusal:
             if not restarts_if_changed:
                 raise
             print(f"{refusal} --restart-if-changed: starting at the beginning.", flush=True)
@@ -155,16 +156,16 @@ def _start(job: Job, resumes: bool, restarts_if_changed: bool) -> Progress | Non
         print(f"--resume: {_in_words(start, journal.prefix)}", flush=True)
         return start
     if journal.path.exists():
-        raise ValueError(f"{journal.prefix} has an unfinished run; give --resume to continue it, or remove {journal.path} to start anew.")
+        raise UserError(f"{journal.prefix} has an unfinished run; give --resume to continue it, or remove {journal.path} to start anew.")
     return None
 
 
 def _earlier_progress(job: Job) -> Progress | None:
-    """The progress that the journal has. Raises ValueError if it is not that of this command."""
+    """The progress that the journal has. Raises UserError if it is not that of this command."""
     start = job.journal.load()
     if job.journal.is_share and start is not None and start.skipped_lines and not job.skips_invalid:
         left_out = f"{counted(start.skipped_lines, 'invalid line')} of {job.journal.prefix} left out"
-        raise ValueError(f"--resume: the earlier run had {left_out}; give --skip-invalid, or {job.journal.remedy}")
+        raise UserError(f"--resume: the earlier run had {left_out}; give --skip-invalid, or {job.journal.remedy}")
     return start
 
 
@@ -203,9 +204,9 @@ def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt(hint) from None
     if isinstance(error, BrokenProcessPool):
-        raise ValueError(f"{KILLED_WORKER}{hint or '.'}") from None
-    if can_resume and isinstance(error, ValueError | OSError):
-        raise ValueError(f"{in_words(error).rstrip('.')}{hint}") from error
+        raise UserError(f"{KILLED_WORKER}{hint or '.'}") from None
+    if can_resume and isinstance(error, UserError | OSError):
+        raise UserError(f"{in_words(error).rstrip('.')}{hint}") from error
     raise error
 
 
@@ -247,17 +248,17 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _check(args: argparse.Namespace) -> None:
     if args.split_sentences:
-        raise ValueError("--split-sentences is not available: GPT reads documents, not sentences; leave it out.")
+        raise UserError("--split-sentences is not available: GPT reads documents, not sentences; leave it out.")
     if args.find_optimal_num_workers and STANDARD_INPUT in args.input:
-        raise ValueError("--find-optimal-num-workers reads its input several times, --input - can be read only once; give files.")
+        raise UserError("--find-optimal-num-workers reads its input several times, --input - can be read only once; give files.")
     if not args.output_prefix:
-        raise ValueError("--output-prefix is empty; give the path with which the names of the files begin.")
+        raise UserError("--output-prefix is empty; give the path with which the names of the files begin.")
     if args.restart_if_changed and not args.resume:
-        raise ValueError("--restart-if-changed changes nothing without --resume; give that as well.")
+        raise UserError("--restart-if-changed changes nothing without --resume; give that as well.")
     if not args.journal_interval >= 0:
-        raise ValueError(f"--journal-interval {args.journal_interval:g} must be 0 or more.")
+        raise UserError(f"--journal-interval {args.journal_interval:g} must be 0 or more.")
     if len(set(args.json_keys)) < len(args.json_keys):
-        raise ValueError(f"--json-keys {' '.join(args.json_keys)} names a key twice; name each once.")
+        raise UserError(f"--json-keys {' '.join(args.json_keys)} names a key twice; name each once.")
 
 
 def _parser() -> argparse.ArgumentParser:

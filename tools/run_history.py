@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.counted import counted
-from megatron_zpp.config.outside import Members, OutsideFile
+from megatron_zpp.system.outside import Members, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 REMEDY = "give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote."
 LOSS = "lm_loss"
@@ -88,7 +89,7 @@ class RunHistory:
         self._after_line: set[tuple[str, int]] = set()  # validations since the last line, except those that belong to it
 
     def add(self, record: Members) -> None:
-        """Adds an object of the log. Raises ValueError for a value of the wrong kind, and is unchanged then."""
+        """Adds an object of the log. Raises UserError for a value of the wrong kind, and is unchanged then."""
         iteration = record.count("iteration")
         if LOSS in record:
             loss = record.number_or_nan(LOSS)
@@ -174,13 +175,13 @@ class RunHistory:
         return self._columns[key][-1] if self.iterations and self._is_logged[key][-1] else None
 
     def require(self, *keys: str, remedy: str) -> None:
-        """Raises ValueError if a line lacks one of the keys."""
+        """Raises UserError if a line lacks one of the keys."""
         for key in keys:
             if not all(self._is_logged[key]):
-                raise ValueError(f"{self.name} lacks {key} in a training line; {remedy}")
+                raise UserError(f"{self.name} lacks {key} in a training line; {remedy}")
 
     def positions(self, axis: Axis) -> list[float]:
-        """Where each line stands on the axis. Raises ValueError if a line lacks a key of the log that the axis needs.
+        """Where each line stands on the axis. Raises UserError if a line lacks a key of the log that the axis needs.
 
         Time and bytes are added up: a line stands for all iterations since the line before, the first one for its own interval.
         """
@@ -249,14 +250,14 @@ def _index_from(points: Sequence[tuple[int, float]], iteration: int) -> int:
 def read_history(path: Path, name: str) -> RunHistory:
     """The history in a file. Tells of lines that a killed run did not finish and leaves them out.
 
-    Raises ValueError for a file without a training line.
+    Raises UserError for a file without a training line.
     """
     history = RunHistory(name)
     left_out: list[int] = []
     for record in OutsideFile(path, str(path), REMEDY).lines_of_members(left_out.append):
         history.add(record)
     if not history.iterations:
-        raise ValueError(f"{path} holds no training iteration; {REMEDY}")
+        raise UserError(f"{path} holds no training iteration; {REMEDY}")
     if left_out:
         more = f" with {counted(len(left_out) - 1, 'later line')}" if len(left_out) > 1 else ""
         print(f"{path}, line {left_out[0]}: unfinished, left out{more}", file=sys.stderr)
@@ -264,7 +265,7 @@ def read_history(path: Path, name: str) -> RunHistory:
 
 
 def read_histories(paths: Sequence[str], names: Sequence[str] | None) -> list[RunHistory]:
-    """The history of each file. names: of the runs; None for distinct parts of the paths. Raises ValueError for a wrong number of names."""
+    """The history of each file. names: of the runs; None for distinct parts of the paths. Raises UserError for a wrong number of names."""
     return [read_history(Path(path), name) for path, name in zip(paths, run_names(paths, names), strict=True)]
 
 
@@ -272,7 +273,7 @@ def run_names(paths: Sequence[str], names: Sequence[str] | None) -> list[str]:
     """The names as given, or a distinct one for each path, made of as few of its last parts as possible."""
     if names is not None:
         if len(names) != len(paths):
-            raise ValueError(
+            raise UserError(
                 f"--names has {counted(len(names), 'name')} for {counted(len(paths), 'file')} of --log-jsonl; give one for each."
             )
         return list(names)

@@ -8,8 +8,9 @@ from megatron_zpp.config.flag import check_value
 from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FIELDS, TOKENIZER_FILES, TOKENIZER_TYPES
 from megatron_zpp.config.obsolete import TOKENIZER_ACCEPTED, TOKENIZER_REFUSED, AcceptedFlag
 from megatron_zpp.config.options import Option, options
-from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.system.outside import VOCABULARY_BYTES, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 # Not in journals of runs from before these flags, so they are recorded only where they change ids.
 LATER_NAMES = ("legacy_tokenizer", "tokenizer_hf_no_include_special_tokens", "null_tokenizer_eod_id")
@@ -73,7 +74,7 @@ class _Refused(argparse.Action):
 
 
 def tokenizer_config(args: argparse.Namespace) -> DataConfig:
-    """The flags as a DataConfig. Raises ValueError for a value out of range."""
+    """The flags as a DataConfig. Raises UserError for a value out of range."""
     values = {option.name: getattr(args, option.name) for option in _options()}
     for option in _options():
         value = values[option.name]
@@ -82,7 +83,7 @@ def tokenizer_config(args: argparse.Namespace) -> DataConfig:
         elif value is not None:
             check_value(option.spelling, value, option.flag.allowed)
     if values["tokenizer_special_tokens"] and values["tokenizer_type"] != "TikTokenizer":
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-special-tokens {' '.join(values['tokenizer_special_tokens'])} needs --tokenizer-type TikTokenizer; the files of "
             "other tokenizers name their special tokens themselves, so add them there."
         )

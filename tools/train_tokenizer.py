@@ -25,7 +25,8 @@ from megatron_zpp.data.preprocess.json_lines import (
     find_inputs,
     line_batches,
 )
-from megatron_zpp.monitor.output_file import naming_file, new_file
+from megatron_zpp.system.output_file import naming_file, new_file
+from megatron_zpp.system.user_error import UserError
 
 LONGEST_SENTENCE = 4192  # characters
 # The trainer drops sentences with one of these characters. Byte pieces will encode them.
@@ -40,14 +41,14 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the model. Raises ValueError for an unreadable line, or for a vocabulary that is too large for the text."""
+    """Writes the model. Raises UserError for an unreadable line, or for a vocabulary that is too large for the text."""
     if STANDARD_INPUT in args.input:
-        raise ValueError("--input - cannot be read twice; give files.")
+        raise UserError("--input - cannot be read twice; give files.")
     started = time.monotonic()
     print(f"Training a {args.model_type} model of {args.vocab_size} pieces on {' '.join(args.input)} ...", flush=True)
     texts = list(spread_texts(find_inputs(args.input, print), args.json_key, int(args.max_megabytes * 1e6), args.longest_line_bytes))
     if next(_sentences(texts), None) is None:
-        raise ValueError(f"--input {' '.join(args.input)} holds no text under --json-key {args.json_key}; give the key that holds it.")
+        raise UserError(f"--input {' '.join(args.input)} holds no text under --json-key {args.json_key}; give the key that holds it.")
     model = train_model(texts, vocab_size=args.vocab_size, model_type=args.model_type)
     path = Path(f"{args.model_prefix}.model")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def train_model(texts: Sequence[str], *, vocab_size: int, model_type: str) -> by
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(_why_not(vocab_size, str(error))) from None
+        raise UserError(_why_not(vocab_size, str(error))) from None
     return model.getvalue()
 
 
@@ -110,7 +111,7 @@ def spread_texts(paths: Sequence[str], key: str, max_bytes: int, longest_line_by
                 try:
                     yield read_texts(line, (key,))[key]
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{paths[batch.source]}, line {number}: {str(error).replace('--json-keys', '--json-key')}") from None
+                    raise UserError(f"{paths[batch.source]}, line {number}: {str(error).replace('--json-keys', '--json-key')}") from None
             count += 1
         first_line += len(lines)
 

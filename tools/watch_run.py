@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Shows the runs until the last one ends, or once. Raises ValueError for a wrong number of names, and for a file that is not a log."""
+    """Shows the runs until the last one ends, or once. Raises UserError for a wrong number of names, and for a file that is not a log."""
     names = run_names(args.log_jsonl, args.names)
     runs = [FollowedRun(Path(path), name) for path, name in zip(args.log_jsonl, names, strict=True)]
     axis = AXES[args.x_axis]

@@ -21,6 +21,7 @@ SAYS = {
     "ops": "codes, dropout, loss; kernels in csrc/",
     "config": "flags and their rules",
     "monitor": "log lines, timers, memory",
+    "system": "files, locks, signals, what comes from outside",
 }
 LEFT, TOP, WIDTH, FLOOR, HIGH, GAP = 40, 20, 760, 62, 50, 10
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from megatron_zpp.monitor.output_file import create_new, naming_file, sync_folder
+from megatron_zpp.system.output_file import create_new, naming_file, sync_folder
 
 VISIBLE_WITHIN_SECONDS = 60.0  # how long a client of NFS may answer from what it knows of a folder (nfs(5): acdirmax)
 LOOK_EVERY_SECONDS = 0.02

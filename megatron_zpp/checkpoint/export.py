@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES
 from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
-from megatron_zpp.monitor.output_file import sync_folder
-from megatron_zpp.monitor.owner import own_token
+from megatron_zpp.system.output_file import sync_folder
+from megatron_zpp.system.owner import own_token
+from megatron_zpp.system.user_error import UserError
 
 METADATA = {"format": "pt"}  # required by transformers
 PART_NUMEL = 1 << 21  # cast and written at a time
@@ -23,9 +24,9 @@ PART_NUMEL = 1 << 21  # cast and written at a time
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill. It gets its name when the block ends without an error. Raises ValueError if the name is taken."""
+    """A folder to fill. It gets its name when the block ends without an error. Raises UserError if the name is taken."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already; choose another name or remove it.")
+        raise UserError(f"{folder} exists already; choose another name or remove it.")
     unfinished = folder.with_name(f"{folder.name}.tmp-{own_token()}")
     unfinished.mkdir(parents=True)
     try:

@@ -22,10 +22,10 @@ from pathlib import Path
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
 from megatron_zpp.checkpoint.manifest import ITERATION_NAME, MANIFEST_FILE, CheckpointError, is_complete, is_whole
 from megatron_zpp.checkpoint.other_programs import foreign_checkpoint
-from megatron_zpp.config.near_names import nearest_name
-from megatron_zpp.config.outside import OutsideFile
-from megatron_zpp.monitor.file_lock import try_lock
-from megatron_zpp.monitor.owner import own_token
+from megatron_zpp.system.file_lock import try_lock
+from megatron_zpp.system.near_names import nearest_name
+from megatron_zpp.system.outside import OutsideFile
+from megatron_zpp.system.owner import own_token
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 LATEST_BYTES = 1 << 12  # limit of a number or a word

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.flag import LARGEST_COUNT
-from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.schema import GROUPS
 from megatron_zpp.data.reading import readings_of, samples_by_length
 from megatron_zpp.parallel.stripes import Columns, column_numel, columns_of
+from megatron_zpp.system.outside import Members, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 FORMAT = "megatron_zpp checkpoint"
 FORMAT_VERSION = 3
@@ -36,7 +37,7 @@ PIECE_KEYS = frozenset({"parameter", "start", "stop", "file", "offsets", "column
 REMEDY = "choose an older one with --ckpt-step, or give --load-last-good-checkpoint"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint is missing, cannot be used or cannot be written. The text names the file and the remedy."""
 
 

@@ -31,9 +31,9 @@ from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, ch
 from megatron_zpp.checkpoint.shard_file import DTYPES
 from megatron_zpp.checkpoint.source import Source, byte_ranges
 from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS, VerifiedFile
-from megatron_zpp.config.outside import open_regular
 from megatron_zpp.parallel.division import Stripe
 from megatron_zpp.parallel.stripes import columns_of
+from megatron_zpp.system.outside import open_regular
 from megatron_zpp.zero.pieces import Piece
 from megatron_zpp.zero.policy import WEIGHT
 

@@ -25,8 +25,9 @@ from megatron_zpp.checkpoint.folders import (
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, StoredFile, StoredPiece, is_complete
 from megatron_zpp.checkpoint.run_lock import Job, take_lock
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
-from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.parallel.specs import UnitSpec
+from megatron_zpp.system.owner import own_token
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.pieces import Piece
 from megatron_zpp.zero.policy import WEIGHT
 
@@ -34,7 +35,7 @@ from megatron_zpp.zero.policy import WEIGHT
 def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:
     """Writes the checkpoint and returns its folder, named `release` as in Megatron.
 
-    Raises FolderInUse if a run saves into the directory (--output), and ValueError if a run or another program has saved there or
+    Raises FolderInUse if a run saves into the directory (--output), and UserError if a run or another program has saved there or
     a weight is not finite.
     weight_of: returns the full parameter of a name, fp32, in its shape.
     """
@@ -48,16 +49,16 @@ def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callabl
 
 
 def _check_place(directory: Path) -> None:
-    """Raises ValueError if the new weights would come before the checkpoints of a run, or replace those of another program."""
+    """Raises UserError if the new weights would come before the checkpoints of a run, or replace those of another program."""
     saved = saved_iterations(directory)
     if saved or read_latest(directory, "choose a new folder for --output.") not in (None, RELEASE):
         found = f"iteration {saved[-1]}" if saved else LATEST_FILE
-        raise ValueError(
+        raise UserError(
             f"--output {directory} holds {found} of a run, which would go on from the new weights instead; choose a new folder."
         )
     release = directory / RELEASE
     if release.exists() and not is_complete(release):
-        raise ValueError(
+        raise UserError(
             f"--output {directory} holds {RELEASE}, which is no checkpoint of this program and would be deleted; choose a new folder."
         )
 
@@ -93,8 +94,8 @@ def _pieces(unit: UnitSpec, weight_of: Callable[[str], Tensor]) -> list[Piece]:
     for param in unit.params:
         values = weight_of(param.name)
         if values.shape != param.whole_shape:
-            raise ValueError(f"{param.name} has shape {tuple(values.shape)}, the model needs {param.whole_shape}.")
+            raise UserError(f"{param.name} has shape {tuple(values.shape)}, the model needs {param.whole_shape}.")
         if not all(math.isfinite(end.item()) for end in values.aminmax()):
-            raise ValueError(f"{param.name} has values that are NaN or infinite; choose a checkpoint from before the run went wrong.")
+            raise UserError(f"{param.name} has values that are NaN or infinite; choose a checkpoint from before the run went wrong.")
         pieces.append(Piece(param.name, WEIGHT, 0, values.numel(), values.reshape(-1)))
     return pieces

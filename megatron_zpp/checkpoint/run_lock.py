@@ -26,9 +26,9 @@ from threading import Event, Thread
 
 from megatron_zpp.checkpoint.durable import write_durably
 from megatron_zpp.checkpoint.manifest import CheckpointError
-from megatron_zpp.config.outside import OutsideFile, open_regular
-from megatron_zpp.monitor.output_file import remedy_for
-from megatron_zpp.monitor.owner import is_abandoned, is_dead, own_token
+from megatron_zpp.system.output_file import remedy_for
+from megatron_zpp.system.outside import OutsideFile, open_regular
+from megatron_zpp.system.owner import is_abandoned, is_dead, own_token
 
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 10.0

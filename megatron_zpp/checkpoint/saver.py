@@ -40,8 +40,8 @@ from megatron_zpp.checkpoint.folders import (
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, StoredFile, StoredPiece
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.checkpoint.unfinished import SPARE_BYTES, check_room, make_unfinished, read_record, seal, write_pieces, write_record
-from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.parallel.initialize import gather_texts, joined_errors
+from megatron_zpp.system.owner import own_token
 from megatron_zpp.zero.pieces import Piece
 
 Gather = Callable[[str], list[str]]

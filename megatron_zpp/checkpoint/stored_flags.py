@@ -15,10 +15,10 @@ from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
 from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.flag import spelling_of
-from megatron_zpp.config.outside import WHOLE_NUMBER_LIMIT
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.specs import UnitSpec
+from megatron_zpp.system.outside import WHOLE_NUMBER_LIMIT
 
 Group = TypeVar("Group", DataConfig, ModelConfig)
 FORMER_MACHINE_FIELDS = {"checkpoint_activations"}  # in checkpoints from before --recompute-granularity

@@ -23,10 +23,10 @@ from megatron_zpp.checkpoint.manifest import (
     piece_of,
 )
 from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
-from megatron_zpp.config.outside import OutsideFile
-from megatron_zpp.monitor.output_file import sync_folder
-from megatron_zpp.monitor.owner import is_abandoned, own_token
 from megatron_zpp.parallel.stripes import Columns
+from megatron_zpp.system.output_file import sync_folder
+from megatron_zpp.system.outside import OutsideFile
+from megatron_zpp.system.owner import is_abandoned, own_token
 from megatron_zpp.zero.pieces import Piece
 
 SPARE_BYTES = 1 << 20  # for the manifest and other small files

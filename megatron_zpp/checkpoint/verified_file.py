@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.manifest import DamagedCheckpointError, StoredFile
 from megatron_zpp.checkpoint.reshard import ByteRun
-from megatron_zpp.config.outside import open_regular
+from megatron_zpp.system.outside import open_regular
 
 RUN_CHUNKS = 4  # read at a time: enough to make calls cheap, few enough to stay in the processor's cache until they are used
 VERIFYING_THREADS = 2

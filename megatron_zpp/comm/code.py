@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.ops.payload import BITS, GAUSSIAN_BITS, GAUSSIAN_ROUNDS, coded_bytes, gaussian_bytes, padded_bytes
 from megatron_zpp.parallel.topology import Link, Topology
+from megatron_zpp.system.user_error import UserError
 
 
 class Rotation(enum.Enum):
@@ -57,7 +58,7 @@ class Code:
     the codec is given.
     rounds: of the rotation before Gaussian levels. Two leave no bias. One leaves some where few values of a block are not 0, but has less
     error there. So one suits differences that feed their error back, two suit means over many ranks.
-    Raises ValueError for other bits, for a rotation or stochastic rounding without bits or with Gaussian levels, and for other rounds.
+    Raises UserError for other bits, for a rotation or stochastic rounding without bits or with Gaussian levels, and for other rounds.
     """
 
     bits: int | None = None
@@ -71,11 +72,11 @@ class Code:
             self._check_gaussian()
             return
         if self.bits is None and (self.rotation, self.rounding) != (Rotation.NONE, Rounding.NEAREST):
-            raise ValueError("values that are not quantized can be neither rotated nor rounded; choose 4 or 8 bits, or neither option")
+            raise UserError("values that are not quantized can be neither rotated nor rounded; choose 4 or 8 bits, or neither option")
         if self.bits is not None and self.bits not in BITS:
-            raise ValueError(f"{self.bits} bits per value are not available; choose 4 or 8, or None for values that are not quantized")
+            raise UserError(f"{self.bits} bits per value are not available; choose 4 or 8, or None for values that are not quantized")
         if self.rounds:
-            raise ValueError(f"{self.rounds} rounds of rotation need Gaussian levels; choose these, or 0 rounds")
+            raise UserError(f"{self.rounds} rounds of rotation need Gaussian levels; choose these, or 0 rounds")
 
     @classmethod
     def gaussian(cls, bits: int, rounds: int) -> Code:
@@ -84,11 +85,11 @@ class Code:
 
     def _check_gaussian(self) -> None:
         if self.bits not in GAUSSIAN_BITS:
-            raise ValueError(f"{self.bits} bits per value are not available with Gaussian levels; choose 1, 2, 3 or 4")
+            raise UserError(f"{self.bits} bits per value are not available with Gaussian levels; choose 1, 2, 3 or 4")
         if self.rounds not in GAUSSIAN_ROUNDS:
-            raise ValueError(f"{self.rounds} rounds of rotation are not available with Gaussian levels; choose 1 or 2")
+            raise UserError(f"{self.rounds} rounds of rotation are not available with Gaussian levels; choose 1 or 2")
         if (self.rotation, self.rounding) != (Rotation.NONE, Rounding.NEAREST):
-            raise ValueError("Gaussian levels have a rotation of their own and the nearest level; choose no other rotation or rounding")
+            raise UserError("Gaussian levels have a rotation of their own and the nearest level; choose no other rotation or rounding")
 
     @property
     def is_exact(self) -> bool:

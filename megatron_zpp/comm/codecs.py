@@ -173,7 +173,7 @@ def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
     """The codec of `code`. dtype: of values that are not quantized.
 
     Stochastic rounding starts with key 0; `keyed` sets another. Gaussian levels start without keys of signs; `signed` sets them.
-    Raises ValueError if `block_numel` does not suit the code.
+    Raises UserError if `block_numel` does not suit the code.
     """
     if code.is_exact:
         return CastCodec(dtype)

@@ -12,6 +12,7 @@ from megatron_zpp.comm.code import Code, Levels, Runs
 from megatron_zpp.comm.codec import Codec, Regions, SignKeys
 from megatron_zpp.ops.gaussian import decode_gaussian, decode_mean_gaussian, encode_gaussian
 from megatron_zpp.ops.payload import GAUSSIAN_BLOCK_NUMEL
+from megatron_zpp.system.user_error import UserError
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class GaussianCodec(Codec):
     Values decode only with the sender's signs, so each message is decoded and rotated back before messages are summed. A decoded block
     has errors in its padding too (mixes_neighbours).
     code: with Gaussian levels. block_numel: of the layout; a multiple of 256. keys: of the signs, set by `signed` for every hop.
-    Raises ValueError for another block_numel.
+    Raises UserError for another block_numel.
     """
 
     code: Code
@@ -36,7 +37,7 @@ class GaussianCodec(Codec):
         if self.code.levels is not Levels.GAUSSIAN:
             raise RuntimeError(f"a Gaussian codec cannot have {self.code}")
         if self.block_numel <= 0 or self.block_numel % GAUSSIAN_BLOCK_NUMEL:
-            raise ValueError(
+            raise UserError(
                 f"--quantization-block-size {self.block_numel} does not suit Gaussian codes, whose blocks have {GAUSSIAN_BLOCK_NUMEL} "
                 f"values; choose a multiple of {GAUSSIAN_BLOCK_NUMEL}."
             )

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.config.flag import FlagError, spelling_of
-from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.system.outside import Members, OutsideFile
 
 QUOTES_AND_BLANKS = "'\" \t\n"
 SEPARATOR_OF_PARTS = re.compile(r"\s*[,/]\s*|\s+")

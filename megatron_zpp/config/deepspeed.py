@@ -17,9 +17,9 @@ from typing import Any
 from megatron_zpp.config.deepspeed_offload import OFFLOAD, OLDER, offloads_optimizer
 from megatron_zpp.config.flag import NOT_NEGATIVE, POSITIVE_COUNT, Bounds, FlagError, check_value, in_words, naming_sources, spelling_of
 from megatron_zpp.config.options import Option, options
-from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import Config
+from megatron_zpp.system.outside import OutsideFile
 
 KIND_IN_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number"}
 LARGEST_SCALE_POWER = 126  # the largest power of two in fp32 is 2^127, and the loss is multiplied by the scale

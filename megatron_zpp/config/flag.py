@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_zpp.config.near_names import nearest_name
+from megatron_zpp.system.near_names import nearest_name
+from megatron_zpp.system.user_error import UserError
 
 REQUIRED = "required"
 
 
-class FlagError(ValueError):
+class FlagError(UserError):
     """A user's mistake on the command line: flag, value, rule and remedy in one sentence."""
 
     def finished_by(self, finish: Callable[[str], str]) -> FlagError:

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from megatron_zpp.config.outside import OutsideFile
-from megatron_zpp.monitor.file_lock import try_lock
-from megatron_zpp.monitor.heartbeat import beating
-from megatron_zpp.monitor.output_file import kept_file, naming_file
+from megatron_zpp.system.file_lock import try_lock
+from megatron_zpp.system.heartbeat import beating
+from megatron_zpp.system.output_file import kept_file, naming_file
+from megatron_zpp.system.outside import OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ def built_once(stem: Path, what: str, load: Callable[[], T | None], build: Calla
     """The result of load(); if that is None, the result of build(), which also stores it. One process builds, the others wait and load.
 
     what: names the built thing in printed lines, such as "indices of corpus".
-    An error of build() is raised here and in every process that waited for it: ValueError as ValueError, others as RuntimeError.
+    An error of build() is raised here and in every process that waited for it: UserError as UserError, others as RuntimeError.
     Raises OSError if no lock file can be created in the folder.
     """
     found = load()
@@ -98,7 +99,7 @@ class _Failure:
     message: str
 
     def as_error(self) -> Exception:
-        return ValueError(self.message) if self.is_mistake else RuntimeError(self.message)
+        return UserError(self.message) if self.is_mistake else RuntimeError(self.message)
 
 
 def _build(stem: Path, lock: BinaryIO, what: str, build: Callable[[], T], progress: ProgressPrinter) -> T:
@@ -107,7 +108,7 @@ def _build(stem: Path, lock: BinaryIO, what: str, build: Callable[[], T], progre
         with _heartbeat(lock, what, progress):
             built = build()
     except Exception as error:
-        is_mistake = isinstance(error, ValueError)
+        is_mistake = isinstance(error, UserError)
         message = str(error) if is_mistake else f"{progress.name} failed to build {what}: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError), atomic_write(failure_path) as file:
             file.write(json.dumps([uuid.uuid4().hex, is_mistake, message]).encode())

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import weakref
 
-from megatron_zpp.config.outside import open_regular
+from megatron_zpp.system.outside import open_regular
+from megatron_zpp.system.user_error import UserError
 
 
 class DataFile:
@@ -29,14 +30,14 @@ class DataFile:
         return DataFile, (self.path, self.remedy)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` bytes from `offset` on. Raises ValueError if the file does not hold them."""
+        """`nbytes` bytes from `offset` on. Raises UserError if the file does not hold them."""
         try:
             content = os.pread(self._descriptor, nbytes, offset)
             while len(content) < nbytes and (more := os.pread(self._descriptor, nbytes - len(content), offset + len(content))):
                 content += more  # the system reads at most 2 GiB at once
         except OSError as error:
-            raise ValueError(f"{self.path} cannot be read any more ({error.strerror}); {self.remedy}") from error
+            raise UserError(f"{self.path} cannot be read any more ({error.strerror}); {self.remedy}") from error
         if len(content) < nbytes:
             now = os.fstat(self._descriptor).st_size
-            raise ValueError(f"{self.path} was cut off while it was in use: it had {self.nbytes} bytes, it has {now}; {self.remedy}")
+            raise UserError(f"{self.path} was cut off while it was in use: it had {self.nbytes} bytes, it has {now}; {self.remedy}")
         return content

@@ -65,7 +65,7 @@ def build_datasets(data: DataConfig, request: DataRequest, progress: ProgressPri
 
     A validation or test split without tokens is left out, and a message says so. Every rank must call this. Ranks that share a cache folder
     build an index once; `progress` prints while a build takes long.
-    Raises ValueError for unusable files, an unusable --split, or a training split without tokens.
+    Raises UserError for unusable files, an unusable --split, or a training split without tokens.
     """
     rules = DocumentRules(request.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     if data.mock_data:

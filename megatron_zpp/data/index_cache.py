@@ -18,12 +18,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from megatron_zpp.config.outside import Members, OutsideFile, open_regular
 from megatron_zpp.data.blended_dataset import BlendIndices
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
 from megatron_zpp.data.data_file import DataFile
 from megatron_zpp.data.gpt_indices import GPTIndices
 from megatron_zpp.data.stored_array import Rows, StoredArray, held_if_small
+from megatron_zpp.system.outside import Members, OutsideFile, open_regular
+from megatron_zpp.system.user_error import UserError
 
 CHECKSUMS = "-checksums.json"
 CUT_OFF_REMEDY = "start the run again, which builds it again."
@@ -95,7 +96,7 @@ class IndexCache(Generic[Indices]):
     def _verify(self, name: str, stored: Members) -> None:
         path = self._array_path(name)
         if _checksum(path) != (stored.count("bytes"), stored.count("crc32")):
-            raise ValueError(f"{path} does not have its checksum")
+            raise UserError(f"{path} does not have its checksum")
 
     def _store(self, indices: Indices) -> None:
         if shutil.disk_usage(self.folder).free < sum(values.nbytes for values in indices):
@@ -135,7 +136,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 
 def load_array(path: Path) -> Rows:
-    """The array in an .npy file. Raises ValueError if the file does not hold exactly one array, laid out row after row."""
+    """The array in an .npy file. Raises UserError if the file does not hold exactly one array, laid out row after row."""
     with open(open_regular(path), "rb") as file:
         version = np.lib.format.read_magic(file)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -143,5 +144,5 @@ def load_array(path: Path) -> Rows:
         offset = file.tell()
     array = StoredArray(DataFile(str(path), CUT_OFF_REMEDY), dtype, shape, offset)
     if is_by_columns or dtype.hasobject or not shape:
-        raise ValueError(f"{path} does not hold rows of numbers")
+        raise UserError(f"{path} does not hold rows of numbers")
     return held_if_small(array)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_zpp.system.user_error import UserError
+
 REMEDIES = {
     "train": "lower --train-iters or --train-samples",
     "valid": "lower --eval-iters, or raise --eval-interval",
@@ -10,7 +12,7 @@ REMEDIES = {
 
 
 def check_room(needed_bytes: int, sample_count: int, what: str, split_name: str) -> None:
-    """Raises ValueError, naming the flags to change, if the machine has less memory to give.
+    """Raises UserError, naming the flags to change, if the machine has less memory to give.
 
     what: names the indices. split_name: "train", "valid" or "test", whose flags decide how many samples there are.
     """
@@ -19,7 +21,7 @@ def check_room(needed_bytes: int, sample_count: int, what: str, split_name: str)
 
     available = available_host_bytes(HOST_MEMORY, CONTROL_GROUP)
     if available is not None and needed_bytes > available:
-        raise ValueError(
+        raise UserError(
             f"{what} would take at least {needed_bytes / 1e9:.1f} GB of memory for {sample_count} samples, and this machine has "
             f"{available / 1e9:.1f} GB left; {REMEDIES[split_name]}."
         )

@@ -24,9 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_zpp.config.data_sources import number_in
-from megatron_zpp.config.near_names import nearest_name
 from megatron_zpp.data.data_file import DataFile
 from megatron_zpp.data.stored_array import Rows, StoredArray, held_if_small
+from megatron_zpp.system.near_names import nearest_name
+from megatron_zpp.system.user_error import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -49,7 +50,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 class IndexedDataset:
     """The sequences of PREFIX.bin and PREFIX.idx, of which only what is used is read. Only the prefix is pickled.
 
-    The constructor checks that all sequences lie inside the files. Raises ValueError for a missing, foreign, truncated or contradictory
+    The constructor checks that all sequences lie inside the files. Raises UserError for a missing, foreign, truncated or contradictory
     file, naming what was found and what is needed; every read does if a file has been cut off since.
 
     prefix: of both files. dtype: of the stored ids. lengths: [sequences] int32, in tokens. offsets: [sequences] int64, bytes in the .bin.
@@ -141,17 +142,17 @@ class IndexedDataset:
         found = self._token_file.nbytes
         needed = self.token_count * self.dtype.itemsize
         if found < needed:
-            raise ValueError(
+            raise UserError(
                 f"{self.token_path} is truncated: it has {found} bytes, its .idx needs {needed} "
                 f"({self.token_count} tokens of {self.dtype.name}); copy it again or run tools/preprocess_data.py again."
             )
         if found > needed:
-            raise ValueError(
+            raise UserError(
                 f"{self.token_path} does not belong to its .idx: it has {found} bytes, the .idx needs {needed}; "
                 "copy both files of one run of tools/preprocess_data.py."
             )
         if not self._offsets_are_sums_of_lengths() or not self._documents_cover_sequences():
-            raise ValueError(
+            raise UserError(
                 f"{self.index_path} contradicts itself: its lengths, offsets and document index do not describe one .bin; "
                 "write it again with tools/preprocess_data.py."
             )
@@ -174,7 +175,7 @@ class IndexedDataset:
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Raises ValueError, naming file, id and document, if a stored id is outside [0, vocab_size).
+    """Raises UserError, naming file, id and document, if a stored id is outside [0, vocab_size).
 
     Reads the whole .bin once, in chunks, so one rank per node should call it.
     """
@@ -185,7 +186,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
         place = int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
         offset = (start + place) * dataset.dtype.itemsize
         document = sum(int(np.searchsorted(offsets, offset, side="right")) for offsets in chunks_of(dataset.offsets)) - 1
-        raise ValueError(
+        raise UserError(
             f"{dataset.token_path} holds token id {int(chunk[place])} (document {document}), but the vocabulary has "
             f"{vocab_size} ids; give the --vocab-size or --tokenizer-model the data was tokenised with."
         )
@@ -206,7 +207,7 @@ def _require_pair(prefix: str) -> None:
     for path in (f"{prefix}.idx", f"{prefix}.bin"):
         if not os.path.isfile(path):
             hint = _hint(prefix)
-            raise ValueError(
+            raise UserError(
                 f"{path} does not exist on this machine; {hint} corpus is named by the common prefix of its .bin and .idx file, and both "
                 "have to be on every node; tools/preprocess_data.py makes them from JSON lines."
             )
@@ -256,28 +257,28 @@ def _open(path: str) -> DataFile:
     try:
         return DataFile(path, CUT_OFF_REMEDY)
     except OSError as error:
-        raise ValueError(f"{path} cannot be opened ({error.strerror}); every rank must be able to read it.") from error
+        raise UserError(f"{path} cannot be opened ({error.strerror}); every rank must be able to read it.") from error
 
 
 def _read_header(file: DataFile) -> _Header:
     path = file.path
     head = file.read(0, min(HEADER.size, file.nbytes))
     if head.startswith(LEGACY_MAGIC):
-        raise ValueError(f"{path} is in the legacy TNTIDX format (lazy, cached); write the data again with tools/preprocess_data.py.")
+        raise UserError(f"{path} is in the legacy TNTIDX format (lazy, cached); write the data again with tools/preprocess_data.py.")
     if not head:
-        raise ValueError(f"{path} is empty; copy it again, or write the data again with tools/preprocess_data.py.")
+        raise UserError(f"{path} is empty; copy it again, or write the data again with tools/preprocess_data.py.")
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
-        raise ValueError(f"{path} starts with {head[: len(MAGIC)]!r}, an .idx file starts with {MAGIC!r}; check the prefix.")
+        raise UserError(f"{path} starts with {head[: len(MAGIC)]!r}, an .idx file starts with {MAGIC!r}; check the prefix.")
     if len(head) < HEADER.size:
-        raise ValueError(f"{path} is truncated: it has {len(head)} bytes, its header alone needs {HEADER.size}; copy it again.")
+        raise UserError(f"{path} is truncated: it has {len(head)} bytes, its header alone needs {HEADER.size}; copy it again.")
     _, version, code, sequence_count, document_entry_count = HEADER.unpack(head)
     if version != VERSION:
-        raise ValueError(
+        raise UserError(
             f"{path} has version {version}, but version {VERSION} is needed; write the data again with tools/preprocess_data.py."
         )
     if code not in DTYPES:
         known = ", ".join(f"{code} {dtype.name}" for code, dtype in DTYPES.items())
-        raise ValueError(f"{path} has dtype code {code}, token ids are one of {known}; write the data again with tools/preprocess_data.py.")
+        raise UserError(f"{path} has dtype code {code}, token ids are one of {known}; write the data again with tools/preprocess_data.py.")
     _check_index_bytes(file, HEADER.size + 12 * sequence_count + 8 * document_entry_count)
     return _Header(DTYPES[code], sequence_count, document_entry_count)
 
@@ -285,9 +286,9 @@ def _read_header(file: DataFile) -> _Header:
 def _check_index_bytes(file: DataFile, needed: int) -> None:
     path, found = file.path, file.nbytes
     if found < needed:
-        raise ValueError(f"{path} is truncated: it has {found} bytes, its header promises {needed}; copy it again.")
+        raise UserError(f"{path} is truncated: it has {found} bytes, its header promises {needed}; copy it again.")
     if found > needed:
-        raise ValueError(
+        raise UserError(
             f"{path} has {found} bytes, its header promises {needed}; an index with more (a multimodal one) is not supported: "
             "write text alone with tools/preprocess_data.py."
         )

@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import SPLITS
-from megatron_zpp.config.outside import Members
 from megatron_zpp.config.sample_lengths import merged
 from megatron_zpp.data.epochs import Epochs, plan_epochs
+from megatron_zpp.system.outside import Members
 
 
 @dataclass(frozen=True)

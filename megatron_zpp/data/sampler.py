@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_zpp.system.user_error import UserError
+
 
 class MicroBatchIndices(NamedTuple):
     first_sample: int  # number of the first sample, counted over the whole run, even if the dataset starts over
@@ -34,7 +36,7 @@ class MicroBatchSampler:
 
     def __post_init__(self) -> None:
         if self.total_samples <= 0:
-            raise ValueError("The dataset has no sample; give more data, a smaller --seq-length or another --split.")
+            raise UserError("The dataset has no sample; give more data, a smaller --seq-length or another --split.")
         if not 0 <= self.sample_group < self.sample_groups:
             raise RuntimeError(f"sample group {self.sample_group} of {self.sample_groups}")
         if self.micro_batch_size <= 0 or self.consumed_samples < 0:
@@ -65,7 +67,7 @@ class WholePassSampler:
 
     def __post_init__(self) -> None:
         if self.total_samples <= 0:
-            raise ValueError("The validation set has no complete sample; give more data, or a smaller --seq-length.")
+            raise UserError("The validation set has no complete sample; give more data, or a smaller --seq-length.")
 
     @property
     def microbatches(self) -> int:

@@ -14,7 +14,7 @@ def split_boundaries(fractions: tuple[float, float, float], document_count: int)
 def split_documents(split: str, document_count: int) -> dict[str, range]:
     """The documents of each split ("train", "valid", "test"); a range may be empty.
 
-    split: weights of the three, such as "969, 30, 1"; the parts are whole documents. Raises FlagError, a ValueError, for another text.
+    split: weights of the three, such as "969, 30, 1"; the parts are whole documents. Raises FlagError, a UserError, for another text.
     """
     ends = split_boundaries(parse_split(split), document_count)
     return {name: range(start, stop) for name, start, stop in zip(SPLITS, ends[:-1], ends[1:], strict=True)}

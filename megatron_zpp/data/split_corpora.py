@@ -9,6 +9,7 @@ from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import SPLITS, DataSources
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.split import split_documents
+from megatron_zpp.system.user_error import UserError
 
 SPLIT_WORDS = {"train": "training", "valid": "validation", "test": "test"}
 
@@ -17,7 +18,7 @@ class SplitCorpus:
     """The documents of one corpus, divided into splits.
 
     split: shares of the documents as in --split, or None if every split uses all documents.
-    Raises ValueError for unusable files or an unusable split.
+    Raises UserError for unusable files or an unusable split.
     """
 
     def __init__(self, prefix: str, split: str | None, seq_length: int) -> None:
@@ -65,16 +66,16 @@ class SplitCorpora(Generic[AnyCorpus]):
         self.by_prefix = {prefix: open_corpus(prefix, cut) for prefix in prefixes}
 
     def used_for_training(self) -> tuple[list[tuple[AnyCorpus, float]], list[str]]:
-        """As `used`, for training. Raises ValueError if there is nothing to train on."""
+        """As `used`, for training. Raises UserError if there is nothing to train on."""
         used, left_out = self.used("train")
         if not used:
-            raise ValueError(f"{left_out[0]} Give training a larger share or more documents.")
+            raise UserError(f"{left_out[0]} Give training a larger share or more documents.")
         return used, left_out
 
     def used(self, split_name: str) -> tuple[list[tuple[AnyCorpus, float]], list[str]]:
         """The corpora with samples in this split, each with its weight, and messages about the others. One alone needs a token only.
 
-        Raises ValueError for a corpus with a weight that has nothing to train on.
+        Raises UserError for a corpus with a weight that has nothing to train on.
         """
         blend = self.blends[split_name]
         if blend.is_plain:
@@ -87,7 +88,7 @@ class SplitCorpora(Generic[AnyCorpus]):
             if corpus.token_count(split_name) == 0:
                 why_empty = corpus.why_empty(split_name)
                 if split_name == "train" and blend.weights is not None:
-                    raise ValueError(f"{why_empty} Give it documents to train on, or leave it out of the blend.")
+                    raise UserError(f"{why_empty} Give it documents to train on, or leave it out of the blend.")
                 left_out.append(f"{why_empty} The blend leaves it out.")
             elif weight == 0:
                 left_out.append(f"The {SPLIT_WORDS[split_name]} split of {prefix} is shorter than one sample: the blend leaves it out.")

@@ -3,6 +3,7 @@
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import TOKEN_CHUNK_NUMEL, IndexedDataset
+from megatron_zpp.system.user_error import UserError
 
 
 def count_tokens(dataset: IndexedDataset, documents: range, vocab_size: int) -> np.ndarray:
@@ -17,11 +18,11 @@ def count_tokens(dataset: IndexedDataset, documents: range, vocab_size: int) -> 
 def unigram_cross_entropy(train_counts: np.ndarray, valid_counts: np.ndarray) -> float:
     """Mean of -log p over the validation tokens, in nats per token. p comes from the training counts plus one each.
 
-    train_counts, valid_counts: [vocab_size]. Raises ValueError if there is no validation token.
+    train_counts, valid_counts: [vocab_size]. Raises UserError if there is no validation token.
     """
     valid_total = int(valid_counts.sum())
     if valid_total == 0:
-        raise ValueError("There is no validation token to take the mean over; give --split a larger validation share.")
+        raise UserError("There is no validation token to take the mean over; give --split a larger validation share.")
     smoothed = train_counts.astype(np.float64) + 1.0
     surprise = np.log(smoothed.sum()) - np.log(smoothed)
     return float((valid_counts * surprise).sum() / valid_total)

@@ -8,15 +8,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_zpp.config.outside import OutsideFile, open_regular
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
 from megatron_zpp.data.indexed_dataset import IndexedDataset, check_token_ids
+from megatron_zpp.system.outside import OutsideFile, open_regular
 
 SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES = 16, 4096
 
 
 def check_token_ids_once(dataset: IndexedDataset, vocab_size: int, folder: Path, progress: ProgressPrinter = SILENT) -> None:
-    """Raises ValueError, naming file, id and document, if a stored id is outside [0, vocab_size).
+    """Raises UserError, naming file, id and document, if a stored id is outside [0, vocab_size).
 
     folder: keeps a record of the check. It is valid for this .bin (same size, modification time and sampled bytes) and for vocabularies of
     this size or larger. Without a valid record one process reads the whole .bin while other processes that share the folder wait.

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.ops.device_kind import kind_of
+from megatron_zpp.system.user_error import UserError
 
 # In the order in which they are tried; the first that can run does.
 KERNELS = {
@@ -171,9 +172,9 @@ def repeated_heads(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> 
 
 
 def check_attention(device: torch.device, head: HeadShape, *, masks_documents: bool) -> None:
-    """Raises ValueError if the chosen kernel cannot run on this device with such heads; it is tried once, forward and backward.
+    """Raises UserError if the chosen kernel cannot run on this device with such heads; it is tried once, forward and backward.
 
-    If the kernel has failed, rather than torch having none, its error is the cause of the ValueError.
+    If the kernel has failed, rather than torch having none, its error is the cause of the UserError.
     """
     if head.backend == "auto":
         return
@@ -193,7 +194,7 @@ def check_attention(device: torch.device, head: HeadShape, *, masks_documents: b
         first_line = str(error).partition("\n")[0]
         trouble = f"has no kernel on {device.type}" if is_missing else f"fails on {device.type} with '{first_line}'"
         cause = None if is_missing else error
-        raise ValueError(f"--attention-backend {head.backend} {trouble} for {wish}; choose --attention-backend auto.") from cause
+        raise UserError(f"--attention-backend {head.backend} {trouble} for {wish}; choose --attention-backend auto.") from cause
 
 
 def _takes_shared_heads(query_BNSD: Tensor, backend: str, *, has_mask: bool) -> bool:

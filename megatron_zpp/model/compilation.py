@@ -10,6 +10,7 @@ import torch
 from megatron_zpp.model.attention_kernel import take_as_constants
 from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.system.user_error import UserError
 
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}  # attention drops the same as uncompiled
 
@@ -27,13 +28,13 @@ def compile_blocks(model: GPT) -> None:
 
 
 def check_compilation(device: torch.device) -> None:
-    """Raises ValueError, saying what to install, if torch cannot compile for this device; a small function is compiled and run."""
+    """Raises UserError, saying what to install, if torch cannot compile for this device; a small function is compiled and run."""
     needed = "a C++ compiler (g++)" if device.type == "cpu" else "package triton"
     try:
         torch.compile(_probe, options=OPTIONS)(torch.zeros(64, device=device))
     except Exception as error:  # torch has a different class for everything that can be missing
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"--compile: torch cannot compile for {device.type} here ({reason}); install {needed}, or leave --compile out."
         ) from None
 

@@ -101,7 +101,7 @@ RULES: Mapping[Role, Rule] = MappingProxyType(
 def division_of(cut: Cut, shape: tuple[int, ...], config: ModelConfig, ranks: int, rank: int, gradient: Gradient) -> Division:
     """The part of tensor rank `rank` of `ranks` in a parameter of `shape`. gradient: on one holder of a shared element.
 
-    Raises ValueError if the ranks cannot share the parameter; config/rules_tensor.py says it in terms of flags.
+    Raises UserError if the ranks cannot share the parameter; config/rules_tensor.py says it in terms of flags.
     """
     if ranks == 1:
         return Division.undivided(shape)

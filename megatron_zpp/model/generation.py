@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.system.user_error import UserError
 
 
 @dataclass(frozen=True)
@@ -24,21 +25,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
-            raise ValueError(f"temperature {self.temperature} is negative or no number; choose 0 for the most likely token, or more.")
+            raise UserError(f"temperature {self.temperature} is negative or no number; choose 0 for the most likely token, or more.")
         if self.top_k < 0 or self.top_k > self.vocab_size:
-            raise ValueError(f"top-k {self.top_k} is not within 0..{self.vocab_size}, the size of the vocabulary; choose 0 for no limit.")
+            raise UserError(f"top-k {self.top_k} is not within 0..{self.vocab_size}, the size of the vocabulary; choose 0 for no limit.")
 
 
 def generated_tokens(model: GPT, prompt: Sequence[int], sampling: Sampling, generator: torch.Generator) -> Iterator[int]:
     """An endless iterator of token ids that continue `prompt`; the caller decides when to stop.
 
     Every token costs a full forward over the last seq_length tokens. generator: on the model's device; unused at temperature 0.
-    Raises ValueError for an empty prompt or a model in training mode.
+    Raises UserError for an empty prompt or a model in training mode.
     """
     if not prompt:
-        raise ValueError("the prompt is empty; give at least one token, for example the end-of-document token.")
+        raise UserError("the prompt is empty; give at least one token, for example the end-of-document token.")
     if model.training:
-        raise ValueError("the model is in training mode, where dropout is active; call eval() on it before generating.")
+        raise UserError("the model is in training mode, where dropout is active; call eval() on it before generating.")
     return _continuation(model, list(prompt), sampling, generator)
 
 

@@ -45,6 +45,7 @@ from megatron_zpp.model.chunks import recomputed_chunks
 from megatron_zpp.model.divisions import RULES, Cut, Role, division_of
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.system.user_error import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +64,7 @@ def _no_values(name: str, division: Division) -> InitialValues:
 class ModelShape:
     """The units, parameters and uses of `model.gpt.GPT` for the same configuration, and the part of one tensor rank in each parameter.
 
-    Raises ValueError, with flags, for a size of the model that the tensor ranks cannot share.
+    Raises UserError, with flags, for a size of the model that the tensor ranks cannot share.
     """
 
     config: ModelConfig
@@ -74,7 +75,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         if not 0 <= self.tensor_rank < self.tensor_ranks:
-            raise ValueError(f"tensor rank {self.tensor_rank} is not one of {self.tensor_ranks}; choose 0 to {self.tensor_ranks - 1}")
+            raise UserError(f"tensor rank {self.tensor_rank} is not one of {self.tensor_ranks}; choose 0 to {self.tensor_ranks - 1}")
         if self.tensor_ranks > 1:
             check_tensor_ranks(self.config, self.padded_vocab_size, self.tensor_ranks)
 

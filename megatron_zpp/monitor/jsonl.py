@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from megatron_zpp.monitor.output_file import STANDARD_STREAMS, named_output
+from megatron_zpp.system.output_file import STANDARD_STREAMS, named_output
+from megatron_zpp.system.user_error import UserError
 
 
 class JsonLinesWriter:
     """Appends to `path`, also in a resumed run. When `write` returns, the line has reached the operating system.
 
     Floats keep all digits. NaN and infinities are written as NaN and Infinity, which Python's json reads back.
-    The null device and the standard streams are written to as they are. Raises ValueError if the file cannot be opened for writing, and
+    The null device and the standard streams are written to as they are. Raises UserError if the file cannot be opened for writing, and
     for a pipe or another device.
     """
 
@@ -27,7 +28,7 @@ class JsonLinesWriter:
             ends_in_mid_line = str(path) not in STANDARD_STREAMS and _ends_in_mid_line(descriptor)
             self._file = open(descriptor, "a", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"--log-jsonl {path} cannot be written ({error.strerror}); choose a file in a writable folder.") from error
+            raise UserError(f"--log-jsonl {path} cannot be written ({error.strerror}); choose a file in a writable folder.") from error
         if ends_in_mid_line:
             self._file.write("\n")
 

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from megatron_zpp.system.user_error import UserError
+
 W = TypeVar("W")
 
 
 class Output(Generic[W]):
     """Writes through a writer until that fails once: the error is printed on standard error, and nothing more is written.
 
-    name: the flag with its file or folder, for messages. open_writer: makes the writer; its ValueError is a mistake of the user and is
+    name: the flag with its file or folder, for messages. open_writer: makes the writer; its UserError is
     raised, any other Exception switches the output off.
     """
 
@@ -22,7 +24,7 @@ class Output(Generic[W]):
         self._writer: W | None = None
         try:
             self._writer = open_writer()
-        except ValueError:
+        except UserError:
             raise
         except Exception as error:
             self._switch_off(error)

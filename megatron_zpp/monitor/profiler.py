@@ -13,7 +13,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_zpp.monitor.output_file import new_file
+from megatron_zpp.system.output_file import new_file
 
 LARGEST_ENTRIES = 1_000_000  # how many of the latest allocations and frees are kept; each costs a few hundred bytes of host memory
 

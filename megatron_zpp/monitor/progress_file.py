@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from megatron_zpp.monitor.output_file import kept_file
+from megatron_zpp.system.output_file import kept_file
 
 
 class ProgressFile:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_zpp.system.user_error import UserError
+
 
 class TensorboardWriter:
     """Writes to `directory`. Made on one rank only, and only with --tensorboard-dir, so that other runs never import tensorboard.
 
     arguments: of the run, written as texts.
-    Raises ValueError if the package tensorboard is missing.
+    Raises UserError if the package tensorboard is missing.
     """
 
     def __init__(self, directory: str, queue_size: int, arguments: Mapping[str, str]) -> None:
@@ -32,7 +34,7 @@ def _open_writer(directory: str, queue_size: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError(
+        raise UserError(
             f"--tensorboard-dir {directory} needs the package tensorboard, which is not installed; "
             "run `pip install tensorboard` or leave the flag out."
         ) from None

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.system.user_error import UserError
+
 
 @dataclass(frozen=True)
 class WandbRun:
@@ -22,7 +24,7 @@ class WandbWriter:
     """Writes to a new run. Made on one rank only, and only with --wandb-project, so that other runs never import wandb.
 
     WANDB_MODE=offline and the other environment variables of wandb work as usual.
-    Raises ValueError if the package wandb is missing.
+    Raises UserError if the package wandb is missing.
     """
 
     def __init__(self, run: WandbRun, arguments: Mapping[str, str]) -> None:
@@ -50,7 +52,7 @@ def _wandb(project: str) -> Any:
     try:
         import wandb
     except ImportError:
-        raise ValueError(
+        raise UserError(
             f"--wandb-project {project} needs the package wandb, which is not installed; run `pip install wandb` or leave the flag out."
         ) from None
     return wandb

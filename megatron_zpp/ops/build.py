@@ -29,10 +29,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_zpp.monitor.file_lock import try_lock
-from megatron_zpp.monitor.output_file import kept_file
-from megatron_zpp.monitor.owner import is_abandoned, own_token
 from megatron_zpp.ops.trust import WRITABLE_BY_OTHERS, put_in_place, why_not_loadable, why_not_ours
+from megatron_zpp.system.file_lock import try_lock
+from megatron_zpp.system.output_file import kept_file
+from megatron_zpp.system.owner import is_abandoned, own_token
+from megatron_zpp.system.user_error import UserError
 
 INSTALLED_SOURCES = Path(__file__).parents[1] / "csrc"
 SOURCES = INSTALLED_SOURCES if INSTALLED_SOURCES.is_dir() else Path(__file__).parents[2] / "csrc"
@@ -155,7 +156,7 @@ def cuda_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The GPU architectures to build CUDA code for: those that TORCH_CUDA_ARCH_LIST names, else those of the GPUs of this machine.
 
     Architectures that are too old are left out, because containers name them for other programs. Empty if torch has no CUDA.
-    Raises ValueError for a name that is not a number, and if all are too old.
+    Raises UserError for a name that is not a number, and if all are too old.
     """
     if torch.version.cuda is None:
         return ()
@@ -163,7 +164,7 @@ def cuda_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
     if named:
         usable = tuple(name for name in named if not _is_too_old(name))
         if not usable:
-            raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {' '.join(named)}, all too old; the kernels {RULE_OF_ARCHITECTURES}.")
+            raise UserError(f"{ARCHITECTURES_VARIABLE} holds {' '.join(named)}, all too old; the kernels {RULE_OF_ARCHITECTURES}.")
         return usable
     return tuple(f"{major}.{minor}" for major, minor in sorted(set(present_capabilities())) if (major, minor) >= OLDEST_ARCHITECTURE)
 
@@ -174,7 +175,7 @@ def present_capabilities() -> list[tuple[int, int]]:
 
 
 def architectures_left_out(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The architectures that TORCH_CUDA_ARCH_LIST names and that are too old. Raises ValueError for a name that is not a number."""
+    """The architectures that TORCH_CUDA_ARCH_LIST names and that are too old. Raises UserError for a name that is not a number."""
     return () if torch.version.cuda is None else tuple(filter(_is_too_old, _named_architectures(environment)))
 
 
@@ -215,7 +216,7 @@ def _named_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def _checked_architecture(name: str) -> str:
     if _ARCHITECTURE.fullmatch(name) is None:
-        raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {name}, which is not a number; the kernels {RULE_OF_ARCHITECTURES}.")
+        raise UserError(f"{ARCHITECTURES_VARIABLE} holds {name}, which is not a number; the kernels {RULE_OF_ARCHITECTURES}.")
     return name
 
 

@@ -185,7 +185,7 @@ def wants_reference(environment: Mapping[str, str]) -> bool:
 def _buildable_architectures() -> tuple[str, ...]:
     """The GPU architectures that can be built for here. If torch has CUDA and there are none, prints what is missing.
 
-    Prints which architectures of TORCH_CUDA_ARCH_LIST are left out, and which GPUs of this machine it has no code for. Raises ValueError if
+    Prints which architectures of TORCH_CUDA_ARCH_LIST are left out, and which GPUs of this machine it has no code for. Raises UserError if
     none remains.
     """
     architectures = cuda_architectures(os.environ)

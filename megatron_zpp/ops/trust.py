@@ -10,8 +10,8 @@ import os
 import stat
 from pathlib import Path
 
-from megatron_zpp.config.outside import OutsideFile, open_regular
-from megatron_zpp.monitor.output_file import new_file, sync_folder
+from megatron_zpp.system.output_file import new_file, sync_folder
+from megatron_zpp.system.outside import OutsideFile, open_regular
 
 ROOT = 0
 DIGEST_BYTES = 1 << 10  # limit of the file of the digest

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_zpp.system.user_error import UserError
+
 
 class Gradient(enum.Enum):
     """What backward leaves on one holder of elements that several ranks hold: the whole gradient, or a part of its sum."""
@@ -74,7 +76,7 @@ class Division:
 
     dim: 0 if `runs` are rows or elements, 1 if they are columns; only a parameter of two dims is divided by columns. gradient: on each
     holder of a run that has several.
-    Raises ValueError unless the runs cover the dim from its start to its end, each has a holder, and the rank holds a run; a rank holds
+    Raises UserError unless the runs cover the dim from its start to its end, each has a holder, and the rank holds a run; a rank holds
     at most one run of columns.
     """
 
@@ -86,17 +88,17 @@ class Division:
 
     def __post_init__(self) -> None:
         if self.dim not in (0, 1) or (self.dim == 1 and len(self.shape) != 2):
-            raise ValueError(f"a parameter of shape {self.shape} cannot be divided along dim {self.dim}")
+            raise UserError(f"a parameter of shape {self.shape} cannot be divided along dim {self.dim}")
         extent = (_rows(self.shape), self.width)[self.dim]
         position = 0
         for run in self.runs:
             if run.start != position or run.stop <= run.start or not run.holders or list(run.holders) != sorted(set(run.holders)):
-                raise ValueError(f"{run} does not continue the runs of dim {self.dim} of {self.shape} at {position}")
+                raise UserError(f"{run} does not continue the runs of dim {self.dim} of {self.shape} at {position}")
             position = run.stop
         if position != extent:
-            raise ValueError(f"the runs of dim {self.dim} of {self.shape} end at {position}")
+            raise UserError(f"the runs of dim {self.dim} of {self.shape} end at {position}")
         if len(self._own_runs) != 1 and (self.dim == 1 or (extent > 0 and not self._own_runs)):
-            raise ValueError(f"tensor rank {self.rank} holds {len(self._own_runs)} runs of dim {self.dim} of {self.shape}")
+            raise UserError(f"tensor rank {self.rank} holds {len(self._own_runs)} runs of dim {self.dim} of {self.shape}")
 
     @classmethod
     def undivided(cls, shape: tuple[int, ...], ranks: int = 1, rank: int = 0, gradient: Gradient = Gradient.WHOLE) -> Division:
@@ -106,9 +108,9 @@ class Division:
 
     @classmethod
     def evenly(cls, shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> Division:
-        """A parameter that is cut along `dim` into one part per rank. Raises ValueError if `ranks` does not divide the dim."""
+        """A parameter that is cut along `dim` into one part per rank. Raises UserError if `ranks` does not divide the dim."""
         if shape[dim] % ranks:
-            raise ValueError(f"{ranks} tensor ranks do not divide dim {dim} of {shape}")
+            raise UserError(f"{ranks} tensor ranks do not divide dim {dim} of {shape}")
         length = shape[dim] // ranks
         return cls(shape, dim, tuple(Run(part * length, (part + 1) * length, (part,)) for part in range(ranks)), rank)
 

@@ -27,6 +27,7 @@ from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.ranks import context_choices
 from megatron_zpp.parallel.topology import Link, Topology
+from megatron_zpp.system.user_error import UserError
 
 
 class Peers(NamedTuple):
@@ -42,7 +43,7 @@ class Grid:
 
     ranks_per_node: ranks of one node, of all ladders. partition_ranks: of a partition of one ladder (parallel/topology.py).
     context_ranks: data ranks of one sample group: a part of a node's data ranks, or those of whole nodes.
-    Raises ValueError if a number is not positive or does not divide.
+    Raises UserError if a number is not positive or does not divide.
     """
 
     world_size: int
@@ -53,14 +54,14 @@ class Grid:
 
     def __post_init__(self) -> None:
         if min(self.world_size, self.ranks_per_node, self.partition_ranks, self.tensor_ranks, self.context_ranks) < 1:
-            raise ValueError(f"{self}: all sizes must be positive")
+            raise UserError(f"{self}: all sizes must be positive")
         if self.world_size % self.ranks_per_node:
-            raise ValueError(
+            raise UserError(
                 f"--ranks-per-node {self.ranks_per_node} does not divide the world size {self.world_size}; "
                 f"choose {self._fitting('ranks_per_node', divisors(self.world_size))}"
             )
         if self.ranks_per_node % self.tensor_ranks:
-            raise ValueError(
+            raise UserError(
                 f"--tensor-model-parallel-size {self.tensor_ranks} does not divide the {counted(self.ranks_per_node, 'rank')} of a node "
                 "(--ranks-per-node), and ranks that share a layer must share a node; "
                 f"choose {self._fitting('tensor_ranks', divisors(self.ranks_per_node))}"
@@ -68,13 +69,13 @@ class Grid:
         ranks_of_ladder = self.ranks_per_node // self.tensor_ranks
         if ranks_of_ladder % self.partition_ranks:
             beside = "" if self.tensor_ranks == 1 else f" that are in one ladder (--tensor-model-parallel-size {self.tensor_ranks})"
-            raise ValueError(
+            raise UserError(
                 f"--zero-hpz-partition-size {self.partition_ranks} does not divide the {counted(ranks_of_ladder, 'rank')} of a "
                 f"node{beside}; choose {any_of(divisors(ranks_of_ladder))}"
             )
         choices = context_choices(self.data_ranks, ranks_of_ladder)
         if self.context_ranks not in choices:
-            raise ValueError(
+            raise UserError(
                 f"--context-parallel-size {self.context_ranks} does not divide the {counted(self.data_ranks, 'data-parallel rank')} "
                 f"into groups that are whole nodes or equal parts of one, and a node has {ranks_of_ladder} of these ranks; "
                 f"choose {any_of(choices)}"

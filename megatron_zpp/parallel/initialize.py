@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,13 +23,13 @@ from megatron_zpp.parallel.groups import end_world, nccl_backend, shorten_record
 from megatron_zpp.parallel.joining.interface import GLOO_VARIABLE
 from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.system.user_error import UserError
 
-PACKAGE = Path(__file__).parents[1]
 FAREWELL = timedelta(seconds=15)  # time to find out which rank failed, tell the others and end
 CONNECTING = f"connecting to the other ranks ({GLOO_VARIABLE} names the network interface between hosts)"
 
 
-class StartupError(ValueError):
+class StartupError(UserError):
     """A user's mistake, raised on every rank; its text names the ranks that found it."""
 
 
@@ -50,7 +48,7 @@ class World:
 
         timeout: after a link or a rank is lost, every rank ends within this time. A collective may take timeout - FAREWELL of it, or half
         of it if that is more.
-        Raises JoinError, a ValueError, if the ranks do not find each other, and RankLost if one of them is lost afterwards.
+        Raises JoinError, a UserError, if the ranks do not find each other, and RankLost if one of them is lost afterwards.
         """
         self.rank = launch.rank
         self.world_size = launch.world_size
@@ -102,10 +100,9 @@ class World:
 
     @contextmanager
     def agreement(self, long_work: str | None = None, announce: Callable[[str], None] = print) -> Iterator[None]:
-        """Runs a block of start-up checks. A ValueError on any rank becomes a StartupError on every rank once all have left the block.
+        """Runs a block of start-up checks. A UserError on any rank becomes a StartupError on every rank once all have left the block.
 
-        A ValueError that is a bug rather than a user's mistake also prints its traceback. The block must not wait for other ranks,
-        because one of them may have left it early.
+        The block must not wait for other ranks, because one of them may have left it early.
         long_work: what the block does, if that may take longer than a collective may; while ranks wait, rank 0 calls announce with a line
         now and then.
         """
@@ -113,10 +110,8 @@ class World:
         with self._roll_call(long_work).after(announce) if long_work is not None and self.world_size > 1 else nullcontext():
             try:
                 yield
-            except ValueError as mistake:
+            except UserError as mistake:
                 error = str(mistake)
-                if not is_mistake(mistake):
-                    traceback.print_exc()
         self.agree_on_errors(error)
 
     def agree_on_errors(self, error: str | None) -> None:
@@ -177,28 +172,22 @@ class World:
 def choose_device(launch: Launch, backend: str | None) -> torch.device:
     """The device of this rank: a GPU if the machine has one and the backend is not gloo, else the CPU.
 
-    Raises ValueError if the machine has fewer GPUs than ranks, or if the backend is nccl and the machine has no GPU.
+    Raises UserError if the machine has fewer GPUs than ranks, or if the backend is nccl and the machine has no GPU.
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "nccl" and devices == 0:
-        raise ValueError(
+        raise UserError(
             "--distributed-backend nccl needs a GPU and this machine shows none; leave the flag out to run on the CPU over gloo"
         )
     if backend == "gloo" or devices == 0:
         return torch.device("cpu")
     shares_device = "NCCL_HOSTID" in os.environ  # with different host ids, NCCL lets ranks share one device
     if launch.local_rank >= devices and not shares_device:
-        raise ValueError(
+        raise UserError(
             f"local rank {launch.local_rank} finds only {counted(devices, 'GPU')} on this machine; start at most "
             f"{counted(devices, 'rank')} per machine, or let each rank see all GPUs of its machine (srun --gpu-bind=none)"
         )
     return torch.device("cuda", launch.local_rank % devices)
-
-
-def is_mistake(error: ValueError) -> bool:
-    """Whether a `raise` in this package made the error. Then its text says what the user can do; any other ValueError is a bug."""
-    innermost = traceback.extract_tb(error.__traceback__)[-1]
-    return PACKAGE in Path(innermost.filename).parents and (innermost.line or "raise").startswith("raise")
 
 
 def gather_texts(text: str) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_zpp.system.user_error import UserError
+
 JOB_VARIABLE = "MEGATRON_ZPP_JOB_ID"
 MOST_CHARACTERS = 200
 SHARED_RUN_ID = "none"  # torchrun's --rdzv_id unless one is given
@@ -43,7 +45,7 @@ class JobIds:
 
 
 def read_job_ids(environment: Mapping[str, str], launcher: str) -> JobIds:
-    """The ids of this process's job. Raises ValueError, naming the variable, for one that is too long or cannot be printed."""
+    """The ids of this process's job. Raises UserError, naming the variable, for one that is too long or cannot be printed."""
     own = {name: environment.get(name, "") for name in (JOB_VARIABLE, *_OF_A_START.get(launcher, ()))}
     if own.get("TORCHELASTIC_RUN_ID") == SHARED_RUN_ID:
         del own["TORCHELASTIC_RUN_ID"]
@@ -51,7 +53,7 @@ def read_job_ids(environment: Mapping[str, str], launcher: str) -> JobIds:
     for name, value in found:
         if len(value) > MOST_CHARACTERS or not value.isprintable():
             remedy = "choose another" if name == JOB_VARIABLE else f"export {JOB_VARIABLE}, the same on every rank, and unset it"
-            raise ValueError(f"{name} has {len(value)} characters, but an id has at most {MOST_CHARACTERS} that can be printed; {remedy}")
+            raise UserError(f"{name} has {len(value)} characters, but an id has at most {MOST_CHARACTERS} that can be printed; {remedy}")
     return JobIds(launcher, found)
 
 

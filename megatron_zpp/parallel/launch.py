@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_zpp.config.flag import FlagError, whole_number
 from megatron_zpp.parallel.job_ids import JobIds, read_job_ids
+from megatron_zpp.system.user_error import UserError
 
 DEFAULT_PORT = 29500
 LARGEST_PORT = 65535
@@ -102,7 +103,7 @@ INCOMPLETE = (
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """Reads the variables of torchrun or DeepSpeed's launcher, or else of LAUNCHERS, or else of Slurm. Without any, the world has one rank.
 
-    Raises ValueError naming a variable that is missing, not a number, or contradicts another, and for a launcher that says too little.
+    Raises UserError naming a variable that is missing, not a number, or contradicts another, and for a launcher that says too little.
     """
     launcher = _launcher(environment)
     if launcher is None:
@@ -117,9 +118,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     if local_world_size is not None:
         _check_below(launcher.local_rank, local_rank, local_name, local_world_size)
         if local_world_size > world_size:
-            raise ValueError(
-                f"the launcher set {local_name}={local_world_size} and {launcher.world_size}={world_size}; correct one of them"
-            )
+            raise UserError(f"the launcher set {local_name}={local_world_size} and {launcher.world_size}={world_size}; correct one of them")
     _check_not_left_over(environment, launcher, world_size)
     _check_exported_world_size(environment, launcher.world_size, world_size)
     return Launch(
@@ -177,7 +176,7 @@ def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
         return None
     if not is_task:
         tasks = environment[slurm.world_size]
-        raise ValueError(
+        raise UserError(
             f"this Slurm job has {slurm.world_size}={tasks}, but srun did not start this process, so it would be the only one of {tasks}; "
             f"start it with srun or torchrun, or unset {slurm.world_size} for one rank"
         )
@@ -200,7 +199,7 @@ def _check_incomplete(environment: Mapping[str, str], *, may_be_alone: bool = Fa
         if name not in environment or is_alone:
             continue
         tasks = f" and {of_tasks}={environment[of_tasks]}" if of_tasks in environment else ""
-        raise ValueError(
+        raise UserError(
             f"{name}={environment[name]}{tasks} {'are' if tasks else 'is'} set, so a launcher has started this process, but not as one "
             "that this program knows; start it with torchrun, srun, mpirun or deepspeed, or export RANK, WORLD_SIZE, LOCAL_RANK and "
             f"LOCAL_WORLD_SIZE in every task, or unset {name} for one rank"
@@ -230,7 +229,7 @@ def _tasks_of_nodes(environment: Mapping[str, str], name: str) -> list[int]:
 def _master_address(environment: Mapping[str, str], launcher: _Launcher, *, has_one_node: bool) -> str | None:
     if "MASTER_ADDR" in environment:
         if not environment["MASTER_ADDR"].strip():
-            raise ValueError("MASTER_ADDR is empty; export the name or address of the host of rank 0, or unset it")
+            raise UserError("MASTER_ADDR is empty; export the name or address of the host of rank 0, or unset it")
         return environment["MASTER_ADDR"]
     if has_one_node:
         return "127.0.0.1"
@@ -244,7 +243,7 @@ def _port(environment: Mapping[str, str], launcher: _Launcher | None) -> int:
     if "MASTER_PORT" in environment:
         port = _number(environment, "MASTER_PORT")
         if not 1 <= port <= LARGEST_PORT:
-            raise ValueError(f"MASTER_PORT={port} is not a port; choose one from 1 to {LARGEST_PORT} that is free on the host of rank 0")
+            raise UserError(f"MASTER_PORT={port} is not a port; choose one from 1 to {LARGEST_PORT} that is free on the host of rank 0")
         return port
     if launcher in (JOB, STEP) and "SLURM_JOB_ID" in environment:
         return FIRST_SLURM_PORT + _number(environment, "SLURM_JOB_ID") % SLURM_PORTS
@@ -261,7 +260,7 @@ def _check_not_left_over(environment: Mapping[str, str], launcher: _Launcher, wo
         return
     tasks = environment.get(starter.world_size, "1")
     if tasks != "1":
-        raise ValueError(
+        raise UserError(
             f"RANK={environment[TORCHRUN.rank]} and WORLD_SIZE=1 are set, but {_kind(environment, starter)} has started {tasks} tasks "
             f"({starter.world_size}), and each would be a run of its own; unset RANK, WORLD_SIZE and LOCAL_RANK for one run of {tasks} "
             f"ranks, or unset {starter.world_size} for {tasks} runs"
@@ -271,7 +270,7 @@ def _check_not_left_over(environment: Mapping[str, str], launcher: _Launcher, wo
 def _check_exported_world_size(environment: Mapping[str, str], name: str, world_size: int) -> None:
     exported = environment.get(TORCHRUN.world_size, str(world_size))
     if exported != str(world_size):
-        raise ValueError(
+        raise UserError(
             f"WORLD_SIZE={exported} and {name}={world_size} differ, and RANK is not set; unset WORLD_SIZE, or start {exported} tasks"
         )
 
@@ -281,7 +280,7 @@ def _check_set(environment: Mapping[str, str], launcher: _Launcher) -> None:
     is_set = [name for name in needed if name in environment]
     missing = [name for name in needed if name not in environment]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{' and '.join(is_set)} {'are' if len(is_set) > 1 else 'is'} set, but {' and '.join(missing)} "
             f"{'are' if len(missing) > 1 else 'is'} not; set {'them' if len(missing) > 1 else 'it'} as well, or unset "
             f"{' and '.join(is_set)} and start with torchrun, srun, mpirun, deepspeed or plain python"
@@ -290,14 +289,14 @@ def _check_set(environment: Mapping[str, str], launcher: _Launcher) -> None:
 
 def _check_below(name: str, number: int, size_name: str, size: int) -> None:
     if number >= size:
-        raise ValueError(f"the launcher set {name}={number} and {size_name}={size}; ranks count from 0, so correct one of them")
+        raise UserError(f"the launcher set {name}={number} and {size_name}={size}; ranks count from 0, so correct one of them")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     number = whole_number(text)
     if number is None:
-        raise ValueError(
+        raise UserError(
             f"the launcher set {name}={text!r}, but a whole number is needed; start with torchrun, srun, mpirun, deepspeed or plain python"
         )
     return number

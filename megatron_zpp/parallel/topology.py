@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
+from megatron_zpp.system.user_error import UserError
 
 
 class Link(enum.Enum):
@@ -71,7 +72,7 @@ class Topology:
     """The data ranks of one ladder as N partitions of G = `partition_ranks` ranks each.
 
     ranks_per_node: those of one node. partition_ranks: G, the ranks among which a secondary rung is split; a divisor of ranks_per_node.
-    Raises ValueError if a number is not positive or does not divide.
+    Raises UserError if a number is not positive or does not divide.
     """
 
     data_ranks: int
@@ -80,16 +81,16 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.data_ranks < 1 or self.ranks_per_node < 1 or self.partition_ranks < 1:
-            raise ValueError(
+            raise UserError(
                 f"{self.data_ranks} ranks, {self.ranks_per_node} per node, {self.partition_ranks} per partition: all must be positive"
             )
         if self.data_ranks % self.ranks_per_node:
-            raise ValueError(
+            raise UserError(
                 f"--ranks-per-node {self.ranks_per_node} does not divide the {counted(self.data_ranks, 'data rank')}; "
                 f"choose {any_of(divisors(self.data_ranks))}"
             )
         if self.ranks_per_node % self.partition_ranks:
-            raise ValueError(
+            raise UserError(
                 f"a partition of {self.partition_ranks} ranks does not divide the {counted(self.ranks_per_node, 'rank')} of a node; "
                 f"choose {any_of(divisors(self.ranks_per_node))}"
             )
@@ -144,14 +145,14 @@ class Topology:
 
 
 def check_placement(hosts: Sequence[str], ranks_per_node: int) -> None:
-    """Raises ValueError, naming ranks and hosts, unless the ranks of each node share a host; `hosts[rank]` is the host name of a rank.
+    """Raises UserError, naming ranks and hosts, unless the ranks of each node share a host; `hosts[rank]` is the host name of a rank.
 
     The ranks of a node are consecutive. Several nodes may be on one host, as parts of it, but no node may be on several hosts.
     """
     for first in range(0, len(hosts), ranks_per_node):
         names = sorted(set(hosts[first : first + ranks_per_node]))
         if len(names) > 1:
-            raise ValueError(
+            raise UserError(
                 f"ranks {first} to {first + ranks_per_node - 1} form one node (--ranks-per-node {ranks_per_node}) "
                 f"but run on several hosts: {', '.join(names)}; "
                 "start the ranks of a node consecutively on one host, or lower --ranks-per-node"

@@ -40,7 +40,7 @@ SECONDS_PER_DAY = 86400
 def described_plan(given: Config, launch: Launch) -> str:
     """The text that --dry-run prints: the flags, as a run prints them, and the plan. given: the configuration before `resolve`.
 
-    Raises ValueError for mistakes that would end the run at its start: in flags, tokenizer, corpora or checkpoint, or too little memory,
+    Raises UserError for mistakes that would end the run at its start: in flags, tokenizer, corpora or checkpoint, or too little memory,
     if --memory-gigabytes is given.
     """
     config, world = _resolved(given, launch)
@@ -125,7 +125,7 @@ def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
 
 
 def _planned(config: Config, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
-    """The plan. Raises ValueError if it needs more memory than the flags say that there is."""
+    """The plan. Raises UserError if it needs more memory than the flags say that there is."""
     # These import torch, which takes seconds: mistakes in flags are found before.
     from megatron_zpp.training.memory_check import AvailableMemory, check_fits
     from megatron_zpp.training.run_plan import plan_as_given
@@ -175,7 +175,7 @@ def _all_tokens(config: Config) -> int:
 
 
 def _data(config: Config) -> str:
-    """The corpora of each split, and how often training reads the same. Raises ValueError if there is nothing to train on."""
+    """The corpora of each split, and how often training reads the same. Raises UserError if there is nothing to train on."""
     if config.data.mock_data:
         return "generated tokens"
     from megatron_zpp.data.repetition import repetition
@@ -194,7 +194,7 @@ def _blend(blend: Blend, tokens: Mapping[str, int]) -> str:
 
 
 def _start(config: Config, grid: Grid, padded_vocab_size: int, stored: StoredRun | None) -> str:
-    """The checkpoint that the run loads; empty if no flag asks for one. Raises ValueError if the run could not start from it."""
+    """The checkpoint that the run loads; empty if no flag asks for one. Raises UserError if the run could not start from it."""
     checkpoint = config.checkpoint
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         return ""

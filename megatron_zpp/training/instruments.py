@@ -13,6 +13,7 @@ from megatron_zpp.monitor.observer import Observer, Span, StepObserver
 from megatron_zpp.monitor.output import Output
 from megatron_zpp.monitor.profiler import MemoryHistory, Profiler, nvtx_span
 from megatron_zpp.monitor.timers import Timers, clock_of
+from megatron_zpp.system.user_error import UserError
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Instruments:
 
 
 def make_instruments(config: Config, device: torch.device, rank: int) -> Instruments:
-    """Instruments that the flags ask for on this rank. Raises ValueError if one of them needs a GPU and there is none."""
+    """Instruments that the flags ask for on this rank. Raises UserError if one of them needs a GPU and there is none."""
     profiling, level = config.profiling, config.logging.timing_log_level
     _check_device(config, device)
     timers = Timers(level, clock_of(device))
@@ -62,4 +63,4 @@ def make_instruments(config: Config, device: torch.device, rank: int) -> Instrum
 def _check_device(config: Config, device: torch.device) -> None:
     for name in ("nvtx_ranges", "record_memory_history"):
         if config.value_of(name) and device.type != "cuda":
-            raise ValueError(f"{spelling_of(name)} needs a GPU, and this run is on {device.type}; leave it out.")
+            raise UserError(f"{spelling_of(name)} needs a GPU, and this run is on {device.type}; leave it out.")

@@ -13,6 +13,7 @@ from megatron_zpp.config.rules_context import CONTEXT_SIZE
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE
 from megatron_zpp.config.schema import Config, ZeroConfig
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.device_memory import NO_DEVICE, device_memory
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
@@ -39,7 +40,7 @@ class AvailableMemory(NamedTuple):
 def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu: bool, available: AvailableMemory) -> MemoryNeed:
     """The memory that each rank of this run needs. Allocates nothing.
 
-    Raises ValueError if less memory is available; the text names the smallest world of such nodes that fits, or says that none does.
+    Raises UserError if less memory is available; the text names the smallest world of such nodes that fits, or says that none does.
     """
 
     def need_with(config: Config, grid: Grid) -> MemoryNeed:
@@ -52,7 +53,7 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
     need = need_with(config, grid)
     ranks = f"each of the {grid.world_size} ranks" if grid.world_size > 1 else "the one rank"
     if is_on_gpu and available.host is not None and need.host > available.host:
-        raise ValueError(_host_is_too_small(config, need, ranks, available.host))
+        raise UserError(_host_is_too_small(config, need, ranks, available.host))
     nbytes = available.device
     if nbytes is None or need.total <= nbytes:
         return need
@@ -87,7 +88,7 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
         none_fits = f"not even {most * together} such nodes are enough" if may_fit else "no number of such nodes is enough"
         remedy = f"{none_fits}; choose {any_of([*levers, 'a smaller model'])}"
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
-    raise ValueError(f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; {remedy}.")
+    raise UserError(f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; {remedy}.")
 
 
 def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes: int) -> str:

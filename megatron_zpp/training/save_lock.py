@@ -9,6 +9,7 @@ from megatron_zpp.checkpoint.folders import check_latest_can_move
 from megatron_zpp.checkpoint.run_lock import Job, RunLock, take_lock
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.launch import SchedulerJob
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.startup_checks import check_writable
 
 LOCK_KEY = "lock of --save"
@@ -47,7 +48,7 @@ class SaveLock:
             check_writable("--save", folder, world.rank)
             check_latest_can_move("--save", folder)
             self._held = take_lock(folder, Job(self._job.name, self._job.restarts, world.recall(LOCK_KEY)), announce)
-        except ValueError as error:
+        except UserError as error:
             return str(error)
         world.remember(LOCK_KEY, self._held.holder.id)
         return ""

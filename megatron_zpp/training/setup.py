@@ -1,4 +1,4 @@
-"""Builders of the parts of a run from its resolved configuration. They raise ValueError for a mistake of the user."""
+"""Builders of the parts of a run from its resolved configuration. They raise UserError for a mistake of the user."""
 
 from __future__ import annotations
 

@@ -21,13 +21,14 @@ from megatron_zpp.model.attention_kernel import check_attention, head_shape_of
 from megatron_zpp.model.compilation import check_compilation
 from megatron_zpp.model.document_attention import has_varlen
 from megatron_zpp.monitor.available_memory import bytes_for_rank
-from megatron_zpp.monitor.output_file import create_new, remedy_for
-from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.ops.build import processor_features
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.initialize import StartupError, World, gather_texts, is_mistake
+from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.ranks_in_words import first_of, ranks_in_words
+from megatron_zpp.system.output_file import create_new, remedy_for
+from megatron_zpp.system.owner import own_token
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.memory_check import AvailableMemory, check_fits
 from megatron_zpp.training.setup import working_dtype
 
@@ -126,12 +127,12 @@ def about_slow_bf16(config: Config, device: torch.device, cpuinfo: Path = Path("
 def use_deterministic_kernels() -> None:
     """Restricts torch to deterministic kernels. Call it before the first matrix product.
 
-    NCCL_ALGO does not matter, because no collective adds: ranks exchange payloads and add them in rank order. Raises ValueError if
+    NCCL_ALGO does not matter, because no collective adds: ranks exchange payloads and add them in rank order. Raises UserError if
     CUBLAS_WORKSPACE_CONFIG in the environment has a value for which cuBLAS is not deterministic.
     """
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0])
     if workspace not in DETERMINISTIC_WORKSPACES:
-        raise ValueError(
+        raise UserError(
             f"--deterministic-mode does not go with CUBLAS_WORKSPACE_CONFIG={workspace} in the environment; "
             f"choose {any_of(DETERMINISTIC_WORKSPACES)}, or leave it unset."
         )
@@ -141,7 +142,7 @@ def use_deterministic_kernels() -> None:
 
 
 def check_backends(config: Config, device: torch.device) -> None:
-    """Raises ValueError if NVIDIA Apex, a kernel of attention or a compiler is missing that the flags ask for.
+    """Raises UserError if NVIDIA Apex, a kernel of attention or a compiler is missing that the flags ask for.
 
     Call it before the model and the engine are built.
     """
@@ -178,9 +179,7 @@ def check_memory(config: Config, padded_vocab_size: int, grid: Grid, world: Worl
     if world.rank == 0:
         try:
             check_fits(config, padded_vocab_size, grid, is_on_gpu=world.device.type == "cuda", available=available)
-        except ValueError as error:
-            if not is_mistake(error):
-                raise
+        except UserError as error:
             mistake = str(error)
     mistake = gather_texts(mistake)[0]
     if mistake:
@@ -202,18 +201,18 @@ def check_save_is_shared(config: Config, world: World) -> None:
     try:
         with world.agreement():
             if not becomes_visible(probe):
-                raise ValueError(f"--save {folder} on this rank's machine is not the folder that rank 0 sees; {SHARED_FOLDER}")
+                raise UserError(f"--save {folder} on this rank's machine is not the folder that rank 0 sees; {SHARED_FOLDER}")
     finally:
         if world.rank == 0:
             probe.unlink()
 
 
 def check_writable(flag: str, folder: Path, rank: int) -> None:
-    """Makes the folder. Raises ValueError if this rank cannot make a file in it."""
+    """Makes the folder. Raises UserError if this rank cannot make a file in it."""
     probe = folder / f".probe_of_rank_{rank}-{own_token()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.close(create_new(probe))
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"{flag} {folder} cannot be written to ({error.strerror}); {remedy_for(error)}.") from error
+        raise UserError(f"{flag} {folder} cannot be written to ({error.strerror}); {remedy_for(error)}.") from error

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_zpp.config.schema import TrainingConfig
-from megatron_zpp.monitor import process_start
-from megatron_zpp.monitor.interrupts import Interrupts
+from megatron_zpp.system import process_start
+from megatron_zpp.system.interrupts import Interrupts
+from megatron_zpp.system.user_error import UserError
 
 
 class StopRequest(enum.IntFlag):
@@ -80,10 +81,10 @@ def kill_switch(training: TrainingConfig, rank: int) -> Path | None:
 
 
 def check_kill_switch(training: TrainingConfig, rank: int) -> None:
-    """Raises ValueError on rank 0 if the file that ends the run exists already."""
+    """Raises UserError on rank 0 if the file that ends the run exists already."""
     path = kill_switch(training, rank)
     if path is not None and path.exists():
-        raise ValueError(f"--kill-switch-file {path} is there, so nothing is trained; remove the file to train.")
+        raise UserError(f"--kill-switch-file {path} is there, so nothing is trained; remove the file to train.")
 
 
 def _exists(path: Path) -> bool:

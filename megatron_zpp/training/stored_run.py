@@ -14,11 +14,11 @@ from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Man
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.flag import LARGEST_LENGTH
-from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.sample_lengths import SampleLengths
 from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, PrecisionConfig, TrainingConfig, ZeroConfig
 from megatron_zpp.data.reading import Reading, readings_of, samples_by_length
 from megatron_zpp.parallel.specs import UnitSpec
+from megatron_zpp.system.outside import Members, OutsideFile
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.zero.policy import KEPT_WEIGHT

@@ -48,7 +48,7 @@ class Writers:
 
 
 def open_writers(config: Config, printer: RankPrinter, instruments: Instruments, save_lock: SaveLock) -> Writers:
-    """Writers that the flags ask for on this rank. Raises ValueError if it cannot write to one of their folders."""
+    """Writers that the flags ask for on this rank. Raises UserError if it cannot write to one of their folders."""
     logging = config.logging
     if config.checkpoint.save is not None:
         check_writable("--save", Path(config.checkpoint.save), printer.rank)

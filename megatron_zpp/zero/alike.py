@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend
+from megatron_zpp.system.user_error import UserError
 
 LONGEST_MISTAKE = 1024  # bytes of a text that ranks exchange
 
 
 @contextmanager
 def raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Raises ValueError on every rank if the block raises one on any: with its own text, or with that of the first rank that has one."""
+    """Raises UserError on every rank if the block raises one on any: with its own text, or with that of the first rank that has one."""
     mistake = ""
     try:
         yield
@@ -24,7 +25,7 @@ def raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
         mistake = str(error)
     for rank, text in enumerate(_gather_texts(backend, device, mistake, LONGEST_MISTAKE)):
         if text:
-            raise ValueError(mistake or f"{text} (on rank {rank})")
+            raise UserError(mistake or f"{text} (on rank {rank})")
 
 
 def texts_of_ranks(backend: Backend, device: torch.device, own: str) -> list[str]:
@@ -40,12 +41,12 @@ def _gather_texts(backend: Backend, device: torch.device, own: str, longest: int
 
 
 def check_alike(backend: Backend, device: torch.device, content: bytes, what: str) -> None:
-    """Raises ValueError on every rank if `content` is not the same on all of them."""
+    """Raises UserError on every rank if `content` is not the same on all of them."""
     number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
     numbers = backend.gather_world(torch.tensor([number], device=device)).flatten().tolist()
     others = [rank for rank, other in enumerate(numbers) if other != numbers[0]]
     if others:
-        raise ValueError(f"the {what} of ranks {others} differ from those of rank 0; give every rank the same (torch.manual_seed)")
+        raise UserError(f"the {what} of ranks {others} differ from those of rank 0; give every rank the same (torch.manual_seed)")
 
 
 def digest_of(parameters: Iterable[Tensor]) -> bytes:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.gradient_progress import GradientProgress
 from megatron_zpp.zero.gradients import UnitGradient
@@ -120,12 +121,12 @@ class ZeroEngine:
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
         """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: how many there are in this step.
 
-        is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one, ValueError
+        is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one, UserError
         if `microbatches` is no number of 1 or more.
         """
         self._check_open()
         if not 1 <= microbatches < math.inf:
-            raise ValueError(f"microbatches is {microbatches}; give the number of micro-batches in this step, 1 or more")
+            raise UserError(f"microbatches is {microbatches}; give the number of micro-batches in this step, 1 or more")
         self.finish_updates()  # of units that this forward did not reach: gradients are written over the sums that they read
         self._pass.backward(loss * (self.loss_scaler.scale / microbatches), is_last_microbatch=is_last_microbatch)
 
@@ -152,7 +153,7 @@ class ZeroEngine:
 
         weight_decay: of this step; by default that of the options. report: [numel] fp64, which come to the host with the norm, so that it
         waits only once. refusal: [] bool, alike on every rank; if it is true, the update is skipped as if the norm were NaN. Raises
-        RuntimeError if `finish_gradients` has not been called after the last backward, ValueError for a learning rate or weight decay that
+        RuntimeError if `finish_gradients` has not been called after the last backward, UserError for a learning rate or weight decay that
         is negative or not finite.
         """
         self._check_open()

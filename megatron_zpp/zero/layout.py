@@ -21,6 +21,7 @@ from typing import TypeVar
 from megatron_zpp.comm.code import Runs
 from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.parallel.specs import ParamSpec
+from megatron_zpp.system.user_error import UserError
 
 Key = TypeVar("Key")
 
@@ -61,7 +62,7 @@ class FlatLayout:
 
     def __init__(self, params: Sequence[ParamSpec], slices: int, block_numel: int) -> None:
         if not params:
-            raise ValueError("a unit needs at least one parameter")
+            raise UserError("a unit needs at least one parameter")
         blocks = [param for param in params if len(param.shape) > 1]
         exact = [param for param in params if len(param.shape) <= 1]
         granule = slices * block_numel

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.refusals import is_hooked, is_replaced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,7 +32,7 @@ class ModulePlan:
 
     @classmethod
     def of(cls, module: nn.Module, units: Sequence[str]) -> ModulePlan:
-        """The plan of `module`. Raises ValueError for units that do not exist, overlap, or leave a parameter out."""
+        """The plan of `module`. Raises UserError for units that do not exist, overlap, or leave a parameter out."""
         submodules = _submodules(module, units)
         parameters: dict[str, nn.Parameter] = {}
         unit_of: dict[nn.Parameter, tuple[str, str]] = {}  # the unit that owns a parameter, and the parameter's path
@@ -42,7 +43,7 @@ class ModulePlan:
             reads: dict[str, None] = {}
             for owner, attribute, path, parameter in _places(submodule, unit):
                 if (owner, attribute) in places:
-                    raise ValueError(
+                    raise UserError(
                         f"parameter {path} is in the units '{places[owner, attribute]}' and '{unit}', which hold the same module; "
                         "name one of them. A module that is called more than once in a forward cannot be sharded."
                     )
@@ -55,15 +56,15 @@ class ModulePlan:
                     own.append(ParamSpec(path, division, _zeros, weight_decay=parameter.ndim > 1))
                 reads[unit_of[parameter][0]] = None
             if not reads:
-                raise ValueError(f"unit '{unit}' has no parameters; leave it out of `units`")
+                raise UserError(f"unit '{unit}' has no parameters; leave it out of `units`")
             if own and not any(spec.division.numel for spec in own):
-                raise ValueError(f"the parameters of unit '{unit}' have no elements; make them buffers, or name a larger unit")
+                raise UserError(f"the parameters of unit '{unit}' have no elements; make them buffers, or name a larger unit")
             if own:
                 specs.append(UnitSpec(unit, tuple(own)))
             uses.append(Use(unit, tuple(reads), needs_weights_in_backward=True))
         for owner, attribute, path, _ in _places(module, ""):
             if (owner, attribute) not in places:
-                raise ValueError(
+                raise UserError(
                     f"parameter {path} is in no unit; add its submodule to `units`, or move it into a submodule that reads it: "
                     "a parameter has values only while its unit is called"
                 )
@@ -71,40 +72,40 @@ class ModulePlan:
 
 
 def plan_of(module: nn.Module, units: Sequence[str], uses: Sequence[Use] | None, initialize: Initializer | None) -> ModulePlan:
-    """The plan of a module, with the arguments of shard(). Raises ValueError, naming parameter or unit, for what cannot be sharded."""
+    """The plan of a module, with the arguments of shard(). Raises UserError, naming parameter or unit, for what cannot be sharded."""
     if is_hooked(module):
-        raise ValueError("the module is sharded already; build a new one")
+        raise UserError("the module is sharded already; build a new one")
     plan = ModulePlan.of(module, units)
     _check_parameters(plan.parameters, initialize)
     for path, inner in module.named_modules():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
-            raise ValueError(f"module {path} makes sparse gradients, which cannot be divided among ranks; make it with sparse=False")
+            raise UserError(f"module {path} makes sparse gradients, which cannot be divided among ranks; make it with sparse=False")
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
-            raise ValueError(
+            raise UserError(
                 f"module {path} has a max_norm: its forward writes to its weights, and the engine would not see that; leave max_norm out"
             )
     for path, buffer in module.named_buffers():
         if buffer.is_meta:
-            raise ValueError(f"buffer {path} is on the meta device; give it values on the device of the run, for buffers are left alone")
+            raise UserError(f"buffer {path} is on the meta device; give it values on the device of the run, for buffers are left alone")
     return plan if uses is None else replace(plan, uses=_checked_uses(module, uses, plan.unit_specs))
 
 
 def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
     if isinstance(units, str) or not isinstance(units, Sequence) or not units or not all(isinstance(unit, str) for unit in units):
-        raise ValueError(f"units is {units!r}; give a list of paths of submodules, such as {_children(module)}")
+        raise UserError(f"units is {units!r}; give a list of paths of submodules, such as {_children(module)}")
     found: dict[str, nn.Module] = {}
     for unit in units:
         if unit in found:
-            raise ValueError(f"unit '{unit}' is named twice; name it once")
+            raise UserError(f"unit '{unit}' is named twice; name it once")
         around = next((other for other in units if other != unit and (other == "" or unit.startswith(f"{other}."))), None)
         if around is not None:
-            raise ValueError(f"unit '{unit}' is inside unit '{around}'; name one of them")
+            raise UserError(f"unit '{unit}' is inside unit '{around}'; name one of them")
         try:
             found[unit] = module.get_submodule(unit)
         except AttributeError as error:
-            raise ValueError(f"the module has no submodule '{unit}', which is named as a unit; it has {_children(module)}") from error
+            raise UserError(f"the module has no submodule '{unit}', which is named as a unit; it has {_children(module)}") from error
         if isinstance(found[unit], (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-            raise ValueError(f"unit '{unit}' is a {type(found[unit]).__name__}, which is never called; name the modules in it as units")
+            raise UserError(f"unit '{unit}' is a {type(found[unit]).__name__}, which is never called; name the modules in it as units")
     return found
 
 
@@ -124,22 +125,22 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], initialize: Initia
     for path, parameter in parameters.items():
         devices.setdefault(parameter.device, path)
         if parameter.dtype not in DTYPES:
-            raise ValueError(
+            raise UserError(
                 f"parameter {path} is {parameter.dtype}, which is not supported; cast it to one of {', '.join(map(str, DTYPES))}"
             )
         if not parameter.requires_grad:
-            raise ValueError(
+            raise UserError(
                 f"parameter {path} is frozen, and the engine trains all parameters; make it a buffer, or let it require gradients"
             )
         if is_replaced(parameter):
-            raise ValueError(f"parameter {path} is shared with a module that is sharded already; shard one module that holds both")
+            raise UserError(f"parameter {path} is shared with a module that is sharded already; shard one module that holds both")
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ValueError(f"parameter {path} has hooks, which the parameter that replaces it would not have; add hooks after shard()")
+            raise UserError(f"parameter {path} has hooks, which the parameter that replaces it would not have; add hooks after shard()")
     if len(devices) > 1:
         found = ", ".join(f"{path} on {device}" for device, path in devices.items())
-        raise ValueError(f"the parameters are on several devices: {found}; move the module to one of them")
+        raise UserError(f"the parameters are on several devices: {found}; move the module to one of them")
     if ("meta" in {device.type for device in devices}) != (initialize is not None):
-        raise ValueError(
+        raise UserError(
             "the module is on the meta device, so its parameters have no values; pass `initialize`"
             if initialize is None
             else "`initialize` is for a module on the meta device, and this one has values; leave it out"
@@ -150,14 +151,14 @@ def _checked_uses(module: nn.Module, uses: Sequence[Use], specs: Sequence[UnitSp
     known, paths = {spec.name for spec in specs}, {path for path, _ in module.named_modules()}
     for use in uses:
         if use.module not in paths:
-            raise ValueError(f"uses names the module '{use.module}', which does not exist; name a submodule by its path")
+            raise UserError(f"uses names the module '{use.module}', which does not exist; name a submodule by its path")
         if not use.units or not known.issuperset(use.units):
-            raise ValueError(
+            raise UserError(
                 f"the use of '{use.module}' reads {list(use.units)}; the units with parameters of their own are {sorted(known)}"
             )
     unread = known.difference(*(use.units for use in uses))
     if unread:
-        raise ValueError(f"no use reads the units {sorted(unread)}; add the module calls that read them")
+        raise UserError(f"no use reads the units {sorted(unread)}; add the module calls that read them")
     return tuple(uses)
 
 

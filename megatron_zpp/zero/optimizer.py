@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.host_link import Arrival, HostLink
 from megatron_zpp.config.flag import next_multiple
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.adam import Adam, AdamGroup, AdamOptions, make_adam
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.policy import MOMENTS
@@ -37,7 +38,7 @@ class Update:
     """One step of AdamW. factor: of the gradients, a number or [] fp32; it unscales and clips them. skips: see Adam.update.
 
     unused: paths of parameters that it passes over: they neither decay nor go on by their moments, as in plain torch without a gradient.
-    Raises ValueError for a learning rate or weight decay that is negative, NaN or infinite.
+    Raises UserError for a learning rate or weight decay that is negative, NaN or infinite.
     """
 
     learning_rate: float
@@ -49,7 +50,7 @@ class Update:
     def __post_init__(self) -> None:
         for name, value in (("learning_rate", self.learning_rate), ("weight_decay", self.weight_decay)):
             if not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; give a finite number, 0 or more")
+                raise UserError(f"{name} is {value}; give a finite number, 0 or more")
 
 
 class ShardedAdamW:
@@ -251,12 +252,12 @@ def adam_views(unit: WeightUnit, gradient: Regions, moments: Mapping[str, Tensor
     """The views of a unit. steps: by parameter, the number of its updates so far; parameters without one are not updated.
 
     Parameters of one dimension share blocks. Where neighbours have had different numbers of updates, each gets a copy of its blocks.
-    Raises ValueError if weight decay changes where no block begins.
+    Raises UserError if weight decay changes where no block begins.
     """
     layout, slices = unit.layout, (unit.first_slice, unit.slices)
     for span, _ in layout.ranges_by(lambda segment: segment.spec.weight_decay, *slices):
         if span.start % layout.block_numel:
-            raise ValueError(
+            raise UserError(
                 f"unit {unit.name}: weight decay changes at element {span.start} of the slice, and AdamW's views begin at multiples of "
                 f"{layout.block_numel}; give all parameters of one dimension the same weight decay"
             )

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.system.user_error import UserError
 
 # The states of a parameter, by the names that checkpoints have: the fp32 main weight, Adam's moments, and the copy, in the working dtype,
 # to which differences of weights are added.
@@ -60,7 +61,7 @@ class Policy:
     gradients: the fp32 sums between micro-batches.
     weights_in_step: the working weights between the uses within a step. keeps_copy: whether they are kept across steps as well, so that
     differences cross the inter link, in its weight code.
-    Raises ValueError for a combination without meaning.
+    Raises UserError for a combination without meaning.
     """
 
     optimizer: Rung
@@ -72,15 +73,15 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.optimizer is Rung.SECONDARY:
-            raise ValueError("the optimizer state is kept on the host, the primary or the full rung; choose one of these")
+            raise UserError("the optimizer state is kept on the host, the primary or the full rung; choose one of these")
         if Rung.HOST in (self.gradients, self.weights_in_step):
-            raise ValueError("only the optimizer state can be kept on the host; choose another rung for gradients and weights")
+            raise UserError("only the optimizer state can be kept on the host; choose another rung for gradients and weights")
         if self.optimizer is Rung.FULL and (self.gradients, self.weights_in_step) != (Rung.FULL, Rung.FULL):
-            raise ValueError("an optimizer on the full rung needs gradients and weights on the full rung")
+            raise UserError("an optimizer on the full rung needs gradients and weights on the full rung")
         if self.keeps_copy and (self.weights_in_step is Rung.PRIMARY or self.optimizer is Rung.FULL):
-            raise ValueError("a copy of the weights is kept on the secondary or the full rung, beside an optimizer that has one slice")
+            raise UserError("a copy of the weights is kept on the secondary or the full rung, beside an optimizer that has one slice")
         if self.keeps_copy and not self.weight_codes.intra.is_exact:
-            raise ValueError("a kept copy of the weights crosses the intra link exactly; only differences between partitions are coded")
+            raise UserError("a kept copy of the weights crosses the intra link exactly; only differences between partitions are coded")
 
     def in_world(self, topology: Topology) -> Policy:
         """The same row with the codes to use on a ladder of this topology (LinkCodes.in_world).
@@ -125,9 +126,9 @@ POLICIES: dict[int, Policy] = {
 
 
 def with_offloaded_optimizer(policy: Policy) -> Policy:
-    """The row with main weights and moments kept and updated on the host. Raises ValueError if every rank has all of them."""
+    """The row with main weights and moments kept and updated on the host. Raises UserError if every rank has all of them."""
     if policy.optimizer is Rung.FULL:
-        raise ValueError("an optimizer on the full rung has no owner of a slice to update it on the host; choose ZeRO stage 1, 2 or 3")
+        raise UserError("an optimizer on the full rung has no owner of a slice to update it on the host; choose ZeRO stage 1, 2 or 3")
     return replace(policy, optimizer=Rung.HOST)
 
 

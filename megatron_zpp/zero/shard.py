@@ -43,6 +43,7 @@ from megatron_zpp.parallel.groups import end_group, end_world, make_lane_groups
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.parallel.topology import Lane
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.alike import check_alike, digest_of, raising_alike
 from megatron_zpp.zero.engine import ZeroEngine
@@ -152,7 +153,7 @@ def shard(
     After an error in backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the device
     where the caller puts them.
 
-    Raises ValueError on every rank if the arguments of any rank break these rules, or if arguments or first values differ between ranks. It
+    Raises UserError on every rank if the arguments of any rank break these rules, or if arguments or first values differ between ranks. It
     names the parameter or unit and the remedy, and leaves the module as it was (except for an error in values of `initialize`).
     """
     world_size = _world_size(backend)
@@ -245,7 +246,7 @@ def _has_world() -> bool:
 
 def _check_backend(backend: Backend | None) -> None:
     if isinstance(backend, VirtualBackend) and backend.serves_engine:
-        raise ValueError(
+        raise UserError(
             "the backend serves an engine already, and messages of two would mix; start the ranks as processes and leave out `backend`; "
             "there each engine has process groups of its own"
         )
@@ -255,13 +256,13 @@ def _checked_grid(grid: Grid | None, backend: Backend | None, world_size: int) -
     if grid is None:
         grid = backend.grid if backend is not None else Grid(world_size, *2 * [_ranks_per_node(world_size)])
     if grid.tensor_ranks > 1:
-        raise ValueError(f"the grid has {grid.tensor_ranks} tensor ranks, and shard() divides no layer among ranks; give one with 1")
+        raise UserError(f"the grid has {grid.tensor_ranks} tensor ranks, and shard() divides no layer among ranks; give one with 1")
     if grid.context_ranks > 1:
-        raise ValueError(f"the grid has {grid.context_ranks} context ranks, and shard() divides no sample among ranks; give one with 1")
+        raise UserError(f"the grid has {grid.context_ranks} context ranks, and shard() divides no sample among ranks; give one with 1")
     if grid.world_size != world_size:
-        raise ValueError(f"the grid has {counted(grid.world_size, 'rank')} and the world has {world_size}; give the grid of this world")
+        raise UserError(f"the grid has {counted(grid.world_size, 'rank')} and the world has {world_size}; give the grid of this world")
     if backend is not None and grid != backend.grid:
-        raise ValueError(f"the grid is {grid} and that of the backend is {backend.grid}; leave `grid` out")
+        raise UserError(f"the grid is {grid} and that of the backend is {backend.grid}; leave `grid` out")
     return grid
 
 
@@ -273,35 +274,35 @@ def _ranks_per_node(world_size: int) -> int:
         finding = launch.unequal_nodes or (
             f"the launcher does not say how many of the {world_size} ranks share a node: LOCAL_WORLD_SIZE is not set for this world"
         )
-        raise ValueError(f"{finding}; start with torchrun, or pass grid=Grid.of_nodes(nodes, ranks_per_node)")
+        raise UserError(f"{finding}; start with torchrun, or pass grid=Grid.of_nodes(nodes, ranks_per_node)")
     return launch.local_world_size
 
 
 def _check_options(options: EngineOptions) -> None:
     if not isinstance(options.policy, Policy):
-        raise ValueError(f"policy is {options.policy!r}; choose one of megatron_zpp.zero.policy, such as POLICIES[3] or ZEROPP")
+        raise UserError(f"policy is {options.policy!r}; choose one of megatron_zpp.zero.policy, such as POLICIES[3] or ZEROPP")
     _check_adam(options.adam)
     if options.policy.optimizer is Rung.HOST and options.adam.backend == "apex":
-        raise ValueError("the backend of adam is 'apex', which has no AdamW for the host, where the policy keeps it; choose torch")
+        raise UserError("the backend of adam is 'apex', which has no AdamW for the host, where the policy keeps it; choose torch")
     if options.full_precision_iterations < 0:
-        raise ValueError(f"full_precision_iterations is {options.full_precision_iterations}; choose 0 or more")
+        raise UserError(f"full_precision_iterations is {options.full_precision_iterations}; choose 0 or more")
     if options.dtype not in DTYPES:
-        raise ValueError(f"dtype {options.dtype} is not supported; choose {', '.join(map(str, DTYPES))}")
+        raise UserError(f"dtype {options.dtype} is not supported; choose {', '.join(map(str, DTYPES))}")
     if options.block_numel <= 0 or options.block_numel % BLOCK_NUMEL_MULTIPLE:
-        raise ValueError(f"block_numel is {options.block_numel}; choose a multiple of {BLOCK_NUMEL_MULTIPLE}")
+        raise UserError(f"block_numel is {options.block_numel}; choose a multiple of {BLOCK_NUMEL_MULTIPLE}")
     if min(options.prefetch.inter_uses, options.prefetch.intra_uses) < 0:
-        raise ValueError(f"{options.prefetch} is negative; choose 0 or more units ahead")
+        raise UserError(f"{options.prefetch} is negative; choose 0 or more units ahead")
     if not options.clip_grad >= 0:
-        raise ValueError(f"clip_grad is {options.clip_grad}; choose a positive norm, or 0 for no clipping")
+        raise UserError(f"clip_grad is {options.clip_grad}; choose a positive norm, or 0 for no clipping")
 
 
 def _load_kernels(policy: Policy, device: torch.device) -> None:
-    """Loads the kernels if they are built. Raises ValueError if a GPU lacks those that the policy needs, and was not told to do without."""
+    """Loads the kernels if they are built. Raises UserError if a GPU lacks those that the policy needs, and was not told to do without."""
     extension.load()
     codes = (policy.weight_codes, policy.gradient_codes)
     quantizes = any(not code.is_exact for links in codes for code in (links.inter, links.intra))
     if quantizes and device.type == "cuda" and not (extension.has_kernels_for("cuda") or extension.wants_reference(os.environ)):
-        raise ValueError(
+        raise UserError(
             f"the policy quantizes and this GPU has no kernels for it: {extension.report('cuda')}, run where this rank runs. Or set "
             f"{extension.REFERENCE_VARIABLE}=1 on every rank to train without kernels"
         )
@@ -309,19 +310,19 @@ def _load_kernels(policy: Policy, device: torch.device) -> None:
 
 def _check_adam(adam: AdamOptions) -> None:
     if adam.backend not in ("torch", "apex"):
-        raise ValueError(f"the backend of adam is {adam.backend!r}; choose torch or apex")
+        raise UserError(f"the backend of adam is {adam.backend!r}; choose torch or apex")
     for name, beta in (("beta1", adam.beta1), ("beta2", adam.beta2)):
         if not 0 <= beta < 1:
-            raise ValueError(f"{name} of adam is {beta}; choose 0 or more, and less than 1")
+            raise UserError(f"{name} of adam is {beta}; choose 0 or more, and less than 1")
     if not 0 < adam.eps < math.inf:
-        raise ValueError(f"eps of adam is {adam.eps}; choose a positive number")
+        raise UserError(f"eps of adam is {adam.eps}; choose a positive number")
     if not 0 <= adam.weight_decay < math.inf:
-        raise ValueError(f"weight_decay of adam is {adam.weight_decay}; choose a finite number, 0 or more")
+        raise UserError(f"weight_decay of adam is {adam.weight_decay}; choose a finite number, 0 or more")
 
 
 def _check_loss_scaler(loss_scaler: LossScaler | None) -> None:
     if loss_scaler is not None and not 0 < loss_scaler.scale < math.inf:
-        raise ValueError(f"the scale of loss_scaler is {loss_scaler.scale}; choose a positive number")
+        raise UserError(f"the scale of loss_scaler is {loss_scaler.scale}; choose a positive number")
 
 
 def _device(module: nn.Module, backend: Backend | None) -> torch.device:
@@ -352,7 +353,7 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
         path, shape = placed.spec.name, torch.Size(placed.spec.shape)
         values = initialize(path, shape) if initialize is not None else first_values[path]
         if values.shape != shape:
-            raise ValueError(f"initialize gave {list(values.shape)} values for parameter {path}, which has {list(shape)}")
+            raise UserError(f"initialize gave {list(values.shape)} values for parameter {path}, which has {list(shape)}")
         flat = values.detach().to(torch.float32).flatten()
         if initialize is not None:
             digest.update(digest_of([flat]))

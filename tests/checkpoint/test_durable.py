@@ -14,8 +14,8 @@ from harness.small_state import Ranks, state_at
 from megatron_zpp.checkpoint.durable import write_durably
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
 from megatron_zpp.checkpoint.shard_file import TensorEntry
-from megatron_zpp.monitor.output_file import sync_folder
-from megatron_zpp.monitor.owner import own_token
+from megatron_zpp.system.output_file import sync_folder
+from megatron_zpp.system.owner import own_token
 
 
 @pytest.mark.parametrize("number, kind", [(errno.EIO, OSError), (errno.ENOSPC, OSError), (errno.EACCES, PermissionError)])

@@ -12,8 +12,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_zpp.checkpoint.hf.layouts import layout_of_type
 from megatron_zpp.checkpoint.hf.settings import setting
-from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.system.outside import Members, OutsideFile
 
 LLAMA_SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,

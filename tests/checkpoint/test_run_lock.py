@@ -22,7 +22,7 @@ from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.checkpoint.run_lock import LOCK_FILE, FolderInUse, Holder, Job, RunLock, take_lock
-from megatron_zpp.monitor.owner import own_token
+from megatron_zpp.system.owner import own_token
 
 ELSEWHERE = Holder("0123456789abcdef", "node7", 4711, "00000000-1-1", "2026-01-02 03:04:05+00:00", "", 0)
 

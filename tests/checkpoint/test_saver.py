@@ -18,7 +18,7 @@ from megatron_zpp.checkpoint.folders import LATEST_FILE, Stage, complete_iterati
 from megatron_zpp.checkpoint.manifest import CheckpointError, read_manifest
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
-from megatron_zpp.monitor.owner import own_token
+from megatron_zpp.system.owner import own_token
 
 IN_BACKGROUND = SaveOptions(in_background=True)
 

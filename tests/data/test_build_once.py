@@ -15,7 +15,8 @@ from harness.patience import PATIENCE_SECONDS, ClockOfLife, SetClock, wait_until
 
 from megatron_zpp.data import build_once
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
-from megatron_zpp.monitor.file_lock import try_lock
+from megatron_zpp.system.file_lock import try_lock
+from megatron_zpp.system.user_error import UserError
 
 
 def reader(path: Path) -> Callable[[], str | None]:
@@ -77,7 +78,7 @@ def test_what_is_there_is_loaded_without_a_trace(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thing.txt"]
 
 
-@pytest.mark.parametrize(("raised", "expected"), [(ValueError("give more"), ValueError), (MemoryError("none left"), RuntimeError)])
+@pytest.mark.parametrize(("raised", "expected"), [(UserError("give more"), UserError), (MemoryError("none left"), RuntimeError)])
 def test_who_waited_for_a_builder_that_fails_ends_with_its_message(raised: Exception, expected: type[Exception], tmp_path: Path) -> None:
     waiting: list[Waiting] = []
 
@@ -96,10 +97,10 @@ def test_who_waited_for_a_builder_that_fails_ends_with_its_message(raised: Excep
 
 def test_who_comes_after_a_failure_tries_again_and_clears_it(tmp_path: Path) -> None:
     def fail() -> str:
-        raise ValueError("give more")
+        raise UserError("give more")
 
     for _ in range(2):
-        with pytest.raises(ValueError, match="give more"):
+        with pytest.raises(UserError, match="give more"):
             build_in(tmp_path, fail)
     assert build_in(tmp_path, writer(tmp_path / "thing.txt")) == "built"
     assert not (tmp_path / "thing.error").exists()

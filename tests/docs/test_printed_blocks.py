@@ -33,7 +33,7 @@ BLOCKS = {
     (GLOSSARY, "    rank 0 climbs"): "test_ranks_own_the_slices_and_share_the_links_that_are_drawn",
     (GLOSSARY, "    | codes of"): "test_the_payload_has_the_bytes_that_are_drawn",
     (DATA, "import json"): "test_the_program_for_plain_text_writes_lines_that_are_read",
-    ("docs/house.md", " 7  entry"): "test_names_in_docs.py, by rooms; the import contract has the floors",
+    ("docs/house.md", " 8  entry"): "test_names_in_docs.py, by rooms; the import contract has the floors",
     ("docs/importing.md", "blocks.1"): "tests/docs/test_commands_run.py",
     ("docs/long_sequences.md", "    4 data ranks"): "tests/parallel, by groups of context ranks",
     ("docs/memory.md", "    gradients"): "tests/integration/test_offload_in_runs.py, by what a run does",

@@ -119,7 +119,7 @@ def test_a_run_that_has_lost_its_terminal_saves_whatever_number_of_signals_comes
 
 def entry_in_slow_time(seconds_per_look: float, flags: list[str]) -> int:
     """The entry of a process that began at 0, for which `seconds_per_look` pass from one look at the clock to the next."""
-    from megatron_zpp.monitor import process_start
+    from megatron_zpp.system import process_start
     from megatron_zpp.training import stop_conditions
 
     clock, began = stop_conditions.time, process_start.MONOTONIC_SECONDS

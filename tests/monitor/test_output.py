@@ -6,6 +6,7 @@ import pytest
 
 from megatron_zpp.monitor.jsonl import JsonLinesWriter
 from megatron_zpp.monitor.output import Output
+from megatron_zpp.system.user_error import UserError
 
 
 def test_a_full_disk_is_named_once_and_again_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,9 +36,9 @@ def test_a_service_that_cannot_be_reached_at_the_start_is_left_out(capsys: pytes
 
 def test_a_mistake_of_the_user_is_raised_at_the_start() -> None:
     def refused() -> str:
-        raise ValueError("needs the package wandb")
+        raise UserError("needs the package wandb")
 
-    with pytest.raises(ValueError, match="needs the package wandb"):
+    with pytest.raises(UserError, match="needs the package wandb"):
         Output("--wandb-project p", refused, 0)
 
 

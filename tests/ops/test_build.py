@@ -14,11 +14,11 @@ import torch
 from harness.disk_events import disk_events
 from torch.utils.cpp_extension import BuildExtension
 
-from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.ops import build as build_module
 from megatron_zpp.ops import trust
 from megatron_zpp.ops.build import SOURCES, Build, architectures_left_out, cuda_architectures, made_once
 from megatron_zpp.ops.trust import digest_path, why_not_loadable
+from megatron_zpp.system.owner import own_token
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ import contextlib
 import io
 import os
 import pickle
+from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.data_sources import parse_split
+from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.parallel import initialize
-from megatron_zpp.parallel.initialize import World, choose_device, gather_texts, is_mistake, joined_errors
+from megatron_zpp.parallel.initialize import World, choose_device, gather_texts, joined_errors
 from megatron_zpp.parallel.launch import Launch, read_launch
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.instruments import make_instruments
 from megatron_zpp.training.setup import build_ladder
 
@@ -59,20 +61,15 @@ def test_a_mistake_of_some_ranks_names_them_one_line_per_message_in_the_order_of
     assert joined.splitlines() == ["no such file (on rank 1, 3 of 5)", "full disk (on rank 4 of 5)"]
 
 
-def test_an_error_that_the_package_raises_is_a_mistake_and_any_other_a_bug() -> None:
-    for provoke in (lambda: parse_flags(["--no-such-flag"]), lambda: parse_split("a,b")):
-        with pytest.raises(ValueError, match=".") as found:
-            provoke()
-        assert is_mistake(found.value)
-    others = (
-        lambda: torch.zeros(2).numpy().reshape(3),
-        lambda: joined_errors(zip([1], [], strict=True)),  # type: ignore[arg-type]
-        lambda: Path("file").with_name(""),  # by a `raise` of Python's library
-    )
-    for provoke in others:
-        with pytest.raises(ValueError, match=".") as found:
-            provoke()
-        assert not is_mistake(found.value)
+@pytest.mark.parametrize(
+    ("raised", "is_agreed"), [(UserError("no such file"), True), (FlagError("no such flag"), True), (ValueError("a bug"), False)]
+)
+def test_ranks_agree_on_a_users_mistake_and_a_bug_goes_its_own_way(raised: ValueError, is_agreed: bool) -> None:
+    agreed: list[str | None] = []
+    world = SimpleNamespace(world_size=1, agree_on_errors=agreed.append)
+    with nullcontext() if is_agreed else pytest.raises(ValueError, match="a bug"), World.agreement(world):  # type: ignore[arg-type]
+        raise raised
+    assert agreed == ([str(raised)] if is_agreed else [])
 
 
 # Of every rank in turn: nothing, other alphabets, a path whose bytes are not UTF-8, more than one packet.

@@ -19,6 +19,8 @@ from harness.interrupts import heed_interrupts
 from harness.places import ROOT
 from harness.tool import write_json_lines
 
+from megatron_zpp.system.user_error import UserError
+
 
 def ended(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> object:
     """The exit code of a tool that calls `run`."""
@@ -82,8 +84,8 @@ def raising(error: BaseException) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (ValueError("--a 1 is wrong; give 2."), 2, "error: --a 1 is wrong; give 2."),
-        (ValueError("f has \x1b[2J\x07.\nAnd \xe9."), 2, "error: f has ?[2J?.\nAnd \xe9."),
+        (UserError("--a 1 is wrong; give 2."), 2, "error: --a 1 is wrong; give 2."),
+        (UserError("f has \x1b[2J\x07.\nAnd \xe9."), 2, "error: f has ?[2J?.\nAnd \xe9."),
         (OSError(errno.ENOSPC, "No space left"), 2, "error: the output: No space left; free space there, or choose another place."),
         (OSError(errno.EDQUOT, "Over quota", "/x/y"), 2, "error: /x/y: Over quota; free space there, or choose another place."),
         (PermissionError(errno.EACCES, "Denied", "/x"), 2, "error: /x: Denied; correct the path, or its permissions."),
@@ -122,7 +124,7 @@ def test_a_tool_that_fails_says_why_in_one_line(
         ("print('x' * 10**6)", 141, b""),
         ("print('x')", 141, b""),
         ("print('x'); sys.exit(1)", 1, b""),
-        ("print('x'); raise ValueError('wrong')", 2, b"tool: error: wrong\n"),
+        ("print('x'); raise command.UserError('wrong')", 2, b"tool: error: wrong\n"),
         ("sys.stdout.reconfigure(write_through=True); print('x')", 141, b""),
     ],
 )

@@ -33,12 +33,12 @@ from megatron_zpp.checkpoint.hf.layouts import layout_holding, layout_of_type
 from megatron_zpp.checkpoint.hf.rules import Boundaries
 from megatron_zpp.checkpoint.stored_flags import data_flags
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.data.tokenizers.tokenizer import embedding_rows
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.system.outside import Members, OutsideFile
 
 PADDED = 64
 NULL = DataConfig(data_path=("corpus",), tokenizer_type="NullTokenizer", vocab_size=VOCAB)

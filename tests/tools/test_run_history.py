@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_history import AXES, RunHistory, read_history
 
-from megatron_zpp.config import outside
-from megatron_zpp.config.outside import Members, OutsideFile
+from megatron_zpp.system import outside
+from megatron_zpp.system.outside import Members, OutsideFile
 
 pytestmark = pytest.mark.pure
 

@@ -22,7 +22,7 @@ from run_history import AXES, RunHistory
 from run_view import Screen, duration, frame, status
 from watch_run import follow, screen_of
 
-from megatron_zpp.config.outside import Members, OutsideFile
+from megatron_zpp.system.outside import Members, OutsideFile
 
 PLAIN = Screen(columns=80, rows=24, has_colour=False, has_unicode=True)
 ITERATION = AXES["iteration"]

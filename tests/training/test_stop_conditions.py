@@ -12,8 +12,8 @@ import pytest
 from harness.places import ROOT
 
 from megatron_zpp.config.schema import TrainingConfig
-from megatron_zpp.monitor import interrupts, process_start
-from megatron_zpp.monitor.interrupts import SAME_PRESS_SECONDS, Interrupts
+from megatron_zpp.system import interrupts, process_start
+from megatron_zpp.system.interrupts import SAME_PRESS_SECONDS, Interrupts
 from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, check_kill_switch, reason_for_stopping, signals_to_handle
 
 
@@ -32,9 +32,9 @@ def test_the_time_counts_from_the_start_of_the_process(monkeypatch: pytest.Monke
 
 
 def test_the_entry_notes_its_start_before_it_imports_torch() -> None:
-    program = "import sys, pretrain_zeropp_gpt; print(*({'torch', 'megatron_zpp.monitor.process_start'} & sys.modules.keys()))"
+    program = "import sys, pretrain_zeropp_gpt; print(*({'torch', 'megatron_zpp.system.process_start'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["megatron_zpp.monitor.process_start"]
+    assert done.stdout.split() == ["megatron_zpp.system.process_start"]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGUSR1"])

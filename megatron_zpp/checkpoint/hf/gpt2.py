@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, Buffer, TensorRule, norm, one_tensor, vocabulary
 from megatron_zpp.checkpoint.hf.settings import WITHOUT_CHANGE, require, require_full_attention, setting
-from megatron_zpp.config.outside import Members
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.system.outside import Members
 
 PREFIX = "transformer."
 EMBEDDING = f"{PREFIX}wte.weight"
@@ -140,7 +140,7 @@ def config_json(model: ModelConfig, vocab_size: int, boundaries: Boundaries) -> 
 def model_config(config: Members) -> ModelConfig:
     """Our configuration for the model that Hugging Face's config.json describes. A setting that is missing is transformers' default.
 
-    Raises ValueError, with the reason, for a setting that is no such setting, or that our GPT-2 cannot compute.
+    Raises UserError, with the reason, for a setting that is no such setting, or that our GPT-2 cannot compute.
     """
     config = config.filled({**DEFAULTS, **{key: config.any(alias) for alias, key in ALIASES.items() if alias in config}})
     hidden, heads = setting(config, "n_embd", "hidden_size"), setting(config, "n_head", "num_attention_heads")

@@ -9,8 +9,9 @@ from typing import Any
 from megatron_zpp.checkpoint.hf import gpt2, llama
 from megatron_zpp.checkpoint.hf.rules import Boundaries, Buffer, TensorRule
 from megatron_zpp.config.flag import any_of
-from megatron_zpp.config.outside import Members
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.system.outside import Members
+from megatron_zpp.system.user_error import UserError
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,17 @@ READ_ONLY = (_of_family(llama.MISTRAL),)  # without a sliding window a Mistral i
 
 
 def layout_holding(model: ModelConfig) -> Layout:
-    """The layout that can express the model. Raises ValueError if there is none, naming the unsupported flags of each layout."""
+    """The layout that can express the model. Raises UserError if there is none, naming the unsupported flags of each layout."""
     unsupported = {layout.model_type: layout.unsupported_flags(model) for layout in LAYOUTS}
     for layout in LAYOUTS:
         if not unsupported[layout.model_type]:
             return layout
     reasons = "; ".join(f"{model_type} has no {', no '.join(flags)}" for model_type, flags in unsupported.items())
-    raise ValueError(f"this model cannot be converted, no known layout of Hugging Face can express it: {reasons}.")
+    raise UserError(f"this model cannot be converted, no known layout of Hugging Face can express it: {reasons}.")
 
 
 def layout_of_type(config: Members) -> Layout:
-    """The layout that config.json names. Raises ValueError for an unknown kind of model."""
+    """The layout that config.json names. Raises UserError for an unknown kind of model."""
     by_type = {layout.model_type: layout for layout in (*LAYOUTS, *READ_ONLY)}
     model_type = config.text("model_type")
     if model_type not in by_type:

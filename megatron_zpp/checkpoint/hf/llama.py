@@ -25,9 +25,9 @@ from torch import Tensor
 from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, Buffer, HfTensor, TensorRule, norm, one_tensor, vocabulary
 from megatron_zpp.checkpoint.hf.settings import WITHOUT_CHANGE, require, require_full_attention, setting
 from megatron_zpp.config.flag import any_of
-from megatron_zpp.config.outside import Members
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.rotary import RotaryPositions
+from megatron_zpp.system.outside import Members
 
 PREFIX = "model."
 EMBEDDING = f"{PREFIX}embed_tokens.weight"
@@ -150,7 +150,7 @@ class Family:
     def model_config(self, config: Members) -> ModelConfig:
         """Our configuration for the model that Hugging Face's config.json describes. A setting that is missing is the class's default.
 
-        Raises ValueError, with the reason, for a setting that is no such setting, or that our model cannot compute.
+        Raises UserError, with the reason, for a setting that is no such setting, or that our model cannot compute.
         """
         config = self._with_defaults(config)
         self._check_function(config)
@@ -285,7 +285,7 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 def _rotary_fields(config: Members) -> dict[str, Any]:
     """The fields of ModelConfig for rotary positions. Reads both forms: rope_theta and rope_scaling, or rope_parameters with both.
 
-    Raises ValueError for two forms of scaling: of these, transformers follows rope_scaling alone, without the base that the other has.
+    Raises UserError for two forms of scaling: of these, transformers follows rope_scaling alone, without the base that the other has.
     """
     forms = [config.members(key) for key in SCALING_KEYS]
     if all(form.values for form in forms):

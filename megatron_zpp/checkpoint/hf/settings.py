@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_zpp.config.flag import Bounds, any_of
 from megatron_zpp.config.options import options
-from megatron_zpp.config.outside import Members
+from megatron_zpp.system.outside import Members
 
 # Settings that change what weights compute, and that no layout here has, with the values that leave the function as it is.
 WITHOUT_CHANGE: Mapping[str, tuple[Any, ...]] = {
@@ -34,7 +34,7 @@ _OPTIONS = {option.name: option for option in options()}
 
 
 def setting(config: Members, key: str, field: str) -> Any:
-    """The number of this key. Raises ValueError unless it has the kind and the bounds of the flag of `field`."""
+    """The number of this key. Raises UserError unless it has the kind and the bounds of the flag of `field`."""
     option = _OPTIONS[field]
     value = config.positive_count(key) if option.kind is int else config.number(key)
     allowed = option.flag.allowed
@@ -44,14 +44,14 @@ def setting(config: Members, key: str, field: str) -> Any:
 
 
 def require(config: Members, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError for a key whose value this model does not compute. allowed: of each key, the values that it does."""
+    """Raises UserError for a key whose value this model does not compute. allowed: of each key, the values that it does."""
     for key, values in allowed.items():
         if key in config and not any(_is_same(config.any(key), value) for value in values):
             config.refuse(key, f"{any_of([json.dumps(value) for value in values])} for this model to compute it")
 
 
 def require_full_attention(config: Members, layers: int) -> None:
-    """Raises ValueError unless layer_types is null, is missing, or has full attention for each of the layers."""
+    """Raises UserError unless layer_types is null, is missing, or has full attention for each of the layers."""
     if config.values.get("layer_types") is None:
         return
     types = config.texts("layer_types")

@@ -21,7 +21,7 @@ from megatron_zpp.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, PieceTokenizer
 from megatron_zpp.data.tokenizers.sentencepiece_model import read_parts, why_no_plain_bpe
 from megatron_zpp.data.tokenizers.tokenizer import NullTokenizer, Tokenizer
-from megatron_zpp.monitor.output_file import sync_folder
+from megatron_zpp.system.output_file import sync_folder
 
 # With this class transformers 4 and 5 take tokenizer.json as it is; without it, the class of the model's kind would change it.
 _CONFIG = {

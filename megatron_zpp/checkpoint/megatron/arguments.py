@@ -13,6 +13,7 @@ from megatron_zpp.config.flag import Flag, FlagError, check_value, in_words, spe
 from megatron_zpp.config.groups.model import NORMALIZATIONS, POSITION_EMBEDDING_TYPES
 from megatron_zpp.config.rules_model import check_resolved
 from megatron_zpp.config.schema import Config, ModelConfig
+from megatron_zpp.system.user_error import UserError
 
 # Our fields, each with Megatron's names for it, the newest first, and its default there.
 REQUIRED_COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -72,7 +73,7 @@ DEFAULTS: Mapping[str, Any] = {member.name: member.default for member in fields(
 def model_of(arguments: Mapping[str, Any], place: str) -> ModelConfig:
     """The model that the arguments describe. place: the checkpoint, for messages.
 
-    Raises ValueError, naming the argument, for a model that this one does not compute and for an argument that is missing.
+    Raises UserError, naming the argument, for a model that this one does not compute and for an argument that is missing.
     """
     found = _Arguments(arguments, place)
     for name, harmless in WITHOUT_CHANGE.items():
@@ -106,7 +107,7 @@ def _checked(model: ModelConfig, place: str) -> ModelConfig:
                 check_value(spelling_of(member.name), value, declared.allowed)
         check_resolved(Config(model=model))
     except FlagError as error:
-        raise ValueError(f"{place}: its arguments describe a model that cannot be: {error}") from None
+        raise UserError(f"{place}: its arguments describe a model that cannot be: {error}") from None
     return model
 
 
@@ -126,7 +127,7 @@ class _Arguments:
     def refuse(self, name: str, finding: str) -> NoReturn:
         value = self.values.get(name)
         shown = f" {value}" if isinstance(value, bool | int | float | str) and len(str(value)) < SHOWN_CHARACTERS else ""
-        raise ValueError(f"{self._place}: its arguments have {name}{shown}, {finding}.")
+        raise UserError(f"{self._place}: its arguments have {name}{shown}, {finding}.")
 
     def count(self, name: str, default: int | None = None) -> int:
         """A whole number. An argument that is missing or None is the default."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.megatron.torch_file import NOT_READ, TorchFile
 from megatron_zpp.checkpoint.megatron.window import Window
+from megatron_zpp.system.user_error import UserError
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ChunkedTensor:
         return self.whole_shape if self.layer is None else self.whole_shape[1:]
 
     def read(self) -> Tensor:
-        """The values. Raises ValueError unless each of them is in exactly one chunk."""
+        """The values. Raises UserError unless each of them is in exactly one chunk."""
         values: Tensor | None = None
         filled = torch.zeros(self.shape, dtype=torch.bool)
         for chunk in self.chunks:
@@ -81,7 +82,7 @@ class ChunkedTensor:
         file = chunk.place.opened()
         place = file.place_of(file.root)
         if place is None:
-            raise ValueError(f"{self.where} {NOT_READ}.")
+            raise UserError(f"{self.where} {NOT_READ}.")
         if place.shape != chunk.sizes or len(chunk.offsets) != len(self.whole_shape):
             self._refuse("has a chunk of another shape than .metadata says")
         if any(box.stop > size for box, size in zip(chunk.region(), self.whole_shape, strict=True)) or math.prod(place.shape) == 0:
@@ -89,4 +90,4 @@ class ChunkedTensor:
         return file.read(place)
 
     def _refuse(self, finding: str) -> NoReturn:
-        raise ValueError(f"{self.where} {finding}; copy the whole checkpoint.")
+        raise UserError(f"{self.where} {finding}; copy the whole checkpoint.")

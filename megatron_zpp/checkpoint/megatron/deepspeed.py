@@ -26,6 +26,7 @@ from megatron_zpp.checkpoint.megatron.source import (
     number_of,
 )
 from megatron_zpp.checkpoint.megatron.zero_3 import MODEL_STATES, read_zero_3
+from megatron_zpp.system.user_error import UserError
 
 WHOLE = re.compile(r"mp_rank_(?P<tensor>[0-9]+)_model_states\.pt")
 LAYER = re.compile(r"layer_(?P<layer>[0-9]+)-model_(?P<tensor>[0-9]+)-model_states\.pt")
@@ -33,14 +34,14 @@ EMBEDDING, BLOCK, HEAD = "word_embeddings.weight", "input_layernorm.weight", "lm
 
 
 def read_deepspeed(folder: Path) -> Source:
-    """The checkpoint in the folder. Raises ValueError if files are missing or cannot be used."""
+    """The checkpoint in the folder. Raises UserError if files are missing or cannot be used."""
     parted, whole, layers = (_by_tensor_rank(folder, pattern) for pattern in (MODEL_STATES, WHOLE, LAYER))
     if parted:
         firsts = [RankFile(paths[0]) for paths in parted]
         found = [read_zero_3(folder, file, rank) for rank, file in enumerate(firsts)]
         return _source(folder, "ZeRO stage 3", firsts[0], [named_here(names.items(), str(folder)) for names in found], MAIN_WEIGHTS)
     if not whole:
-        raise ValueError(f"{folder} has no mp_rank_00_model_states.pt; copy the whole checkpoint.")
+        raise UserError(f"{folder} has no mp_rank_00_model_states.pt; copy the whole checkpoint.")
     first = RankFile(whole[0][0])
     if layers:
         return _source(folder, "pipeline", first, [named_here(_pipeline(paths), str(folder)) for paths in layers], MODEL_WEIGHTS)
@@ -51,7 +52,7 @@ def read_deepspeed(folder: Path) -> Source:
 
 def _source(folder: Path, kind: str, first: RankFile, models: Sequence[Mapping[str, StoredTensor]], remark: str) -> Source:
     if "args" not in first.members:
-        raise ValueError(f"{folder} has no arguments of a run of Megatron-DeepSpeed; choose a checkpoint that it has written.")
+        raise UserError(f"{folder} has no arguments of a run of Megatron-DeepSpeed; choose a checkpoint that it has written.")
     arguments, iteration = members_of(first.members["args"]), number_of(first.members.get("iteration"))
     check_tensor_ranks(folder, len(models), arguments)
     return Source(f"Megatron-DeepSpeed, {kind}", arguments, iteration, version_of(first.members), tuple(models), (remark,))
@@ -66,7 +67,7 @@ def _by_tensor_rank(folder: Path, pattern: re.Pattern[str]) -> list[list[Path]]:
             numbers = match.groupdict()
             found.setdefault(int(numbers.pop("tensor")), []).append((int(next(iter(numbers.values()), 0)), path))
     if sorted(found) != list(range(len(found))):
-        raise ValueError(f"{folder} has files of tensor ranks {', '.join(map(str, sorted(found)))} only; copy the whole checkpoint.")
+        raise UserError(f"{folder} has files of tensor ranks {', '.join(map(str, sorted(found)))} only; copy the whole checkpoint.")
     return [[path for _, path in sorted(found[rank])] for rank in range(len(found))]
 
 

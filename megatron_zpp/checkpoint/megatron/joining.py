@@ -30,6 +30,7 @@ from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.rotary import RotaryPositions
+from megatron_zpp.system.user_error import UserError
 
 VERSIONS = (0, 1, 2, 3)
 FIRST_VERSION_OF_GROUPS = 2
@@ -68,7 +69,7 @@ class Joining:
 
     model: as its arguments say. rows: kept of the vocabulary; None for all that are stored. padded_vocab_size: rows of this model.
     differing: parameters that all tensor ranks have, and not alike, among those read so far; the first rank's values are taken.
-    Raises ValueError if the checkpoint lacks a parameter, has one that the model lacks, or has one of another shape.
+    Raises UserError if the checkpoint lacks a parameter, has one that the model lacks, or has one of another shape.
     """
 
     def __init__(self, source: Source, model: ModelConfig, rows: int | None = None, padding: int = 1) -> None:
@@ -76,11 +77,9 @@ class Joining:
         self.stored_rows = sum(rank[WORD].shape[0] for rank in source.ranks if WORD in rank and rank[WORD].shape)
         self.rows = self.stored_rows if rows is None else rows
         if self.stored_rows == 0:
-            raise ValueError(f"the checkpoint has no {WORD}; copy the whole checkpoint of a GPT.")
+            raise UserError(f"the checkpoint has no {WORD}; copy the whole checkpoint of a GPT.")
         if self.rows > self.stored_rows:
-            raise ValueError(
-                f"--vocab-size {self.rows} is more than the {self.stored_rows} rows of the checkpoint's embedding; correct it."
-            )
+            raise UserError(f"--vocab-size {self.rows} is more than the {self.stored_rows} rows of the checkpoint's embedding; correct it.")
         self.padded_vocab_size = self.stored_rows if rows is None else next_multiple(rows, padding)
         self.differing: list[str] = []
         self._check_names()
@@ -95,7 +94,7 @@ class Joining:
         return [rank[name] for rank in self.source.ranks]
 
     def weight(self, name: str) -> Tensor:
-        """A whole parameter in fp32. Raises ValueError if it is an embedding, and the checkpoint has a tied head with other values."""
+        """A whole parameter in fp32. Raises UserError if it is an embedding, and the checkpoint has a tied head with other values."""
         parts = [self._in_order(name, tensor.read()).float() for tensor in self.parts(name)]
         if name == WORD and not self.model.untie_embeddings_and_output_weights:
             for rank, part in zip(self.source.ranks, parts, strict=True):
@@ -124,12 +123,12 @@ class Joining:
     def _check_names(self) -> None:
         layers = layers_of(self.source.ranks[0])
         if layers != self.model.num_layers:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint has {counted(layers, 'layer')}, its arguments say {self.model.num_layers}; copy the whole checkpoint."
             )
         version, groups = self.source.checkpoint_version, self.model.key_value_heads
         if version not in VERSIONS or (version < FIRST_VERSION_OF_GROUPS and groups != self.model.num_attention_heads):
-            raise ValueError(f"the checkpoint has checkpoint_version {version:g}, whose order of rows is not known; it cannot be imported.")
+            raise UserError(f"the checkpoint has checkpoint_version {version:g}, whose order of rows is not known; it cannot be imported.")
         self.units = units_of(self.model, self.padded_vocab_size)
         needed = {param.name for unit in self.units for param in unit.params}
         for rank, named in enumerate(self.source.ranks):
@@ -138,7 +137,7 @@ class Joining:
             if needed != found:
                 missing, left = sorted(needed - found), sorted(found - needed)
                 lacks = f"lacks {missing[0]}" if missing else f"has {named[left[0]].where}, which the model of its arguments does not have"
-                raise ValueError(f"tensor rank {rank} of the checkpoint {lacks}; copy the whole checkpoint, or correct its arguments.")
+                raise UserError(f"tensor rank {rank} of the checkpoint {lacks}; copy the whole checkpoint, or correct its arguments.")
 
     def _check_shapes(self) -> None:
         for unit in self.units:
@@ -147,13 +146,13 @@ class Joining:
                 wanted = self._part_shape(param.name, whole)
                 for tensor in self.parts(param.name):
                     if tensor.shape != wanted:
-                        raise ValueError(f"{tensor.where} has shape {tensor.shape}, its arguments say {wanted}; copy the whole checkpoint.")
+                        raise UserError(f"{tensor.where} has shape {tensor.shape}, its arguments say {wanted}; copy the whole checkpoint.")
 
     def _check_frequencies(self) -> None:
         positions = RotaryPositions(self.model)
         for tensor in (tensor for rank in self.source.ranks for name, tensor in rank.items() if name.startswith(FREQUENCIES)):
             if self.model.position_embedding_type != "rope" or not positions.are_frequencies(tensor.read()):
-                raise ValueError(f"{tensor.where} are not the rotary frequencies of its arguments; copy the whole checkpoint again.")
+                raise UserError(f"{tensor.where} are not the rotary frequencies of its arguments; copy the whole checkpoint again.")
 
     def _part_shape(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
         ranks, joint = len(self.source.ranks), self.joint(name)
@@ -162,18 +161,18 @@ class Joining:
         if cut is None:
             return whole
         if whole[cut] % divisor != 0:
-            raise ValueError(f"{name} of shape {whole} cannot be divided among {ranks} tensor ranks; copy the whole checkpoint.")
+            raise UserError(f"{name} of shape {whole} cannot be divided among {ranks} tensor ranks; copy the whole checkpoint.")
         return (*whole[:cut], whole[cut] // ranks, *whole[cut + 1 :])
 
 
 def _check_tied_head(rank: Mapping[str, StoredTensor], embedding: Tensor) -> None:
-    """Raises ValueError if a tensor rank has a copy of its embedding that is none."""
+    """Raises UserError if a tensor rank has a copy of its embedding that is none."""
     if HEAD not in rank:
         return
     head, word = rank[HEAD], rank[WORD]
     if head.shape != word.shape:
-        raise ValueError(f"{head.where} has shape {head.shape}, and {word.where}, to which it is tied, has {word.shape}; {TIED}")
+        raise UserError(f"{head.where} has shape {head.shape}, and {word.where}, to which it is tied, has {word.shape}; {TIED}")
     rows = compared_rows(head.shape)
     largest = largest_difference(zip(head.read().split(rows), embedding.split(rows), strict=True))
     if largest != 0:
-        raise ValueError(f"{head.where} differs from {word.where}, to which it is tied, by up to {largest:g}; {TIED}")
+        raise UserError(f"{head.where} differs from {word.where}, to which it is tied, by up to {largest:g}; {TIED}")

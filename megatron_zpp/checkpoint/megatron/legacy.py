@@ -26,19 +26,20 @@ from megatron_zpp.checkpoint.megatron.source import (
     named_here,
     number_of,
 )
+from megatron_zpp.system.user_error import UserError
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")  # the second of 2022, beside a file of the distributed optimizer
 _FOLDER = re.compile(r"mp_rank_(?P<tensor>[0-9]{2,3})(?:_(?P<pipeline>[0-9]{3}))?")
 
 
 def read_legacy(folder: Path) -> Source:
-    """The checkpoint in the folder. Raises ValueError if files are missing or cannot be used."""
+    """The checkpoint in the folder. Raises UserError if files are missing or cannot be used."""
     files = {place: RankFile(path) for place, path in _paths(folder).items()}
     tensor_ranks, stages = (1 + max(ranks) for ranks in zip(*files, strict=True))
     for tensor in range(tensor_ranks):
         for stage in range(stages):
             if (tensor, stage) not in files:
-                raise ValueError(f"{folder} has no file of tensor rank {tensor}, pipeline rank {stage}; copy the whole checkpoint.")
+                raise UserError(f"{folder} has no file of tensor rank {tensor}, pipeline rank {stage}; copy the whole checkpoint.")
     first = files[0, 0].members
     check_tensor_ranks(folder, tensor_ranks, members_of(first.get("args")))
     return Source(
@@ -67,10 +68,10 @@ def _paths(folder: Path) -> dict[tuple[int, int], Path]:
     for path in sorted(folder.glob("mp_rank_*")):
         match = _FOLDER.fullmatch(path.name)
         if match is None:
-            raise ValueError(f"{path} is of a model with experts or of an unknown format, which cannot be imported.")
+            raise UserError(f"{path} is of a model with experts or of an unknown format, which cannot be imported.")
         file = next((path / name for name in FILE_NAMES if (path / name).exists()), None)
         if file is None:
-            raise ValueError(f"{path} has no {FILE_NAMES[0]}; copy the whole checkpoint.")
+            raise UserError(f"{path} has no {FILE_NAMES[0]}; copy the whole checkpoint.")
         paths[int(match["tensor"]), int(match["pipeline"] or 0)] = file
     return paths
 
@@ -85,7 +86,7 @@ def _whole_model(stages: Sequence[RankFile]) -> dict[str, StoredTensor]:
         for name, tensor in shifted(named, first_layer).items():
             place = copies.get(name, name) if name in whole else name
             if place in whole:
-                raise ValueError(f"{tensor.where} is also {whole[place].where}; copy the whole checkpoint of one run.")
+                raise UserError(f"{tensor.where} is also {whole[place].where}; copy the whole checkpoint of one run.")
             whole[place] = tensor
         first_layer += layers_of(named)
     return whole
@@ -100,4 +101,4 @@ def _chunks(stages: Sequence[RankFile]) -> Iterator[tuple[RankFile, Any]]:
         yield from ((stage, stage.members.get(f"model{number}")) for stage in stages)
         number += 1
     if number == 0:
-        raise ValueError(f"{stages[0].path} has no model; choose a file that Megatron has written.")
+        raise UserError(f"{stages[0].path} has no model; choose a file that Megatron has written.")

@@ -13,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
+from megatron_zpp.system.user_error import UserError
+
 SHOWN_CHARACTERS = 100  # of an error about a pickle, which may quote it
 MOST_BITS = 256  # of a number; states of random generators have 128
 FREE_BYTES = 1 << 20  # of records, for any pickle
 RECORD_BYTES_PER_BYTE = 64  # of pickle; files of torch.save need up to 25, and metadata of distributed checkpoints up to 41
 
 
-class PickleError(ValueError):
+class PickleError(UserError):
     """The bytes are no pickle, or one with opcodes that neither torch nor Megatron writes."""
 
 
@@ -110,9 +112,9 @@ class _Machine:
         self._record_bytes = 0  # at least what the records need; twice as much for those of torch
 
     def check_memory(self, pickle_bytes: int) -> None:
-        """Raises ValueError if the records need more memory than is due to `pickle_bytes` bytes of pickle."""
+        """Raises UserError if the records need more memory than is due to `pickle_bytes` bytes of pickle."""
         if self._record_bytes > FREE_BYTES + RECORD_BYTES_PER_BYTE * pickle_bytes:
-            raise ValueError(f"its first {pickle_bytes} bytes ask for {self._record_bytes} bytes of memory")
+            raise UserError(f"its first {pickle_bytes} bytes ask for {self._record_bytes} bytes of memory")
 
     def do(self, name: str, argument: Any) -> None:
         self._record_bytes += _REFERENCE_BYTES + _RECORD_BYTES.get(name, 0)
@@ -120,14 +122,14 @@ class _Machine:
             self._record_bytes += sys.getsizeof(argument)
         if name in _VALUES:
             if type(argument) is int and argument.bit_length() > MOST_BITS:
-                raise ValueError(f"it has a number of {argument.bit_length()} bits")
+                raise UserError(f"it has a number of {argument.bit_length()} bits")
             self.stack.append(argument)
         elif name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
         elif name in _OPCODES:
             _OPCODES[name](self, argument)
         else:
-            raise ValueError(f"it has the opcode {name}")
+            raise UserError(f"it has the opcode {name}")
 
     def _mark(self, _: Any) -> None:
         self._marks.append(len(self.stack))
@@ -149,7 +151,7 @@ class _Machine:
 
     def _put(self, place: int) -> None:
         if not 0 <= place <= len(self._memo):
-            raise ValueError(f"it remembers value {place} as number {len(self._memo)}")
+            raise UserError(f"it remembers value {place} as number {len(self._memo)}")
         self._memo[place : place + 1] = [self.stack[-1]]
 
     def _memoize(self, _: Any) -> None:
@@ -157,7 +159,7 @@ class _Machine:
 
     def _get(self, place: int) -> None:
         if place < 0:
-            raise ValueError(f"it asks for value {place}")
+            raise UserError(f"it asks for value {place}")
         self.stack.append(self._memo[place])
 
     def _list(self, _: Any) -> None:
@@ -176,7 +178,7 @@ class _Machine:
         if isinstance(found, Made):
             return  # a list of another class, such as a deque, whose values no reader looks at
         if not isinstance(found, list):
-            raise ValueError("values are appended to what is no list")
+            raise UserError("values are appended to what is no list")
         found.extend(values)
 
     def _tuple(self, length: int | None) -> None:
@@ -198,7 +200,7 @@ class _Machine:
             found.contents = Dictionary()
         contents = found.contents if isinstance(found, Made) else found
         if not isinstance(contents, Dictionary) or len(values) % 2:
-            raise ValueError("items are set in what is no dictionary")
+            raise UserError("items are set in what is no dictionary")
         self._record_bytes += _PAIR_BYTES * len(values) // 2
         contents.pairs.extend(zip(values[::2], values[1::2], strict=True))
 
@@ -209,7 +211,7 @@ class _Machine:
     def _stack_global(self, _: Any) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise ValueError("a name is no text")
+            raise UserError("a name is no text")
         self.stack.append(Global(module, name))
 
     def _call(self, _: Any) -> None:
@@ -224,7 +226,7 @@ class _Machine:
         state = self.stack.pop()
         found = self.stack[-1]
         if not isinstance(found, Made):
-            raise ValueError("a state is given to what is no object")
+            raise UserError("a state is given to what is no object")
         found.state = state
 
     def _outside(self, text: str | None) -> None:

@@ -13,6 +13,7 @@ from megatron_zpp.checkpoint.megatron.names import is_no_weight, own_name
 from megatron_zpp.checkpoint.megatron.pickled import Dictionary, Made, contents_of, members_of
 from megatron_zpp.checkpoint.megatron.torch_file import NOT_READ, TensorPlace, TorchFile
 from megatron_zpp.checkpoint.megatron.window import Window
+from megatron_zpp.system.user_error import UserError
 
 MOST_NAMES = 1 << 20
 MOST_LEVELS = 8  # of dictionaries inside one another
@@ -43,7 +44,7 @@ class FileTensor:
 
 
 class RankFile:
-    """The file. members: of the dictionary that was saved. Raises ValueError if it is no such file."""
+    """The file. members: of the dictionary that was saved. Raises UserError if it is no such file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +52,7 @@ class RankFile:
         self.members = members_of(self.file.root)
 
     def tensors(self, record: Any) -> Iterator[tuple[str, FileTensor]]:
-        """The tensors of nested dictionaries with their dotted names. Raises ValueError for anything else among them."""
+        """The tensors of nested dictionaries with their dotted names. Raises UserError for anything else among them."""
         waiting = [("", record, MOST_LEVELS)]
         count = 0
         while waiting:
@@ -60,15 +61,15 @@ class RankFile:
                 name = f"{prefix}{key}"
                 count += 1
                 if count > MOST_NAMES or not levels:
-                    raise ValueError(f"{self.path} has more than {MOST_NAMES} names, or names of more than {MOST_LEVELS} levels.")
+                    raise UserError(f"{self.path} has more than {MOST_NAMES} names, or names of more than {MOST_LEVELS} levels.")
                 if is_no_weight(name) or value is None:
                     continue
                 place = self.file.place_of(value)
                 if place is not None:
                     yield name, FileTensor(self.file, name, place)
                 elif isinstance(value, Made) and own_name(name) is not None:
-                    raise ValueError(f"{name} in {self.path} {NOT_READ}.")
+                    raise UserError(f"{name} in {self.path} {NOT_READ}.")
                 elif isinstance(value, Dictionary) or (isinstance(value, Made) and value.contents is not None):
                     waiting.append((f"{name}.", value, levels - 1))
                 elif not isinstance(value, Dictionary | Made | list | tuple):
-                    raise ValueError(f"{self.path} has {name}, which is no tensor of numbers.")
+                    raise UserError(f"{self.path} has {name}, which is no tensor of numbers.")

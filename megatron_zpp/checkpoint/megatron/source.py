@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.megatron.names import is_no_weight, own_name
 from megatron_zpp.config.counted import counted
+from megatron_zpp.system.user_error import UserError
 
 SHOWN_NAMES = 5
 WORD = "embedding.word.weight"
@@ -56,10 +57,10 @@ class Source:
 
 
 def check_tensor_ranks(folder: Path, ranks: int, arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError if the folder has files of more or fewer tensor ranks than the run had."""
+    """Raises UserError if the folder has files of more or fewer tensor ranks than the run had."""
     stated = arguments.get("tensor_model_parallel_size", arguments.get("model_parallel_size", ranks))
     if ranks != stated:
-        raise ValueError(
+        raise UserError(
             f"{folder} has files of {counted(ranks, 'tensor rank')}, its arguments say {number_of(stated)}; copy the whole checkpoint."
         )
 
@@ -67,7 +68,7 @@ def check_tensor_ranks(folder: Path, ranks: int, arguments: Mapping[str, Any]) -
 def named_here(found: Iterable[tuple[str, StoredTensor]], place: str) -> dict[str, StoredTensor]:
     """The tensors by their names here. place: the file or folder, for messages.
 
-    Raises ValueError for a tensor that this model does not have, and for one that is there twice.
+    Raises UserError for a tensor that this model does not have, and for one that is there twice.
     """
     named: dict[str, StoredTensor] = {}
     foreign: list[str] = []
@@ -76,11 +77,11 @@ def named_here(found: Iterable[tuple[str, StoredTensor]], place: str) -> dict[st
         if name is None:
             foreign += [] if is_no_weight(stored) else [stored]
         elif name in named:
-            raise ValueError(f"{place} has {stored} twice under different names; choose another checkpoint.")
+            raise UserError(f"{place} has {stored} twice under different names; choose another checkpoint.")
         else:
             named[name] = tensor
     if foreign:
-        raise ValueError(
+        raise UserError(
             f"{place} has tensors that this model does not have, so it cannot be imported: {', '.join(sorted(foreign)[:SHOWN_NAMES])}."
         )
     return named

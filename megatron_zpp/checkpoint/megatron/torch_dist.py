@@ -23,6 +23,7 @@ from megatron_zpp.checkpoint.megatron.source import MAIN_WEIGHTS, MODEL_WEIGHTS,
 from megatron_zpp.checkpoint.megatron.torch_file import TorchFile, counts_of
 from megatron_zpp.checkpoint.megatron.window import Window
 from megatron_zpp.checkpoint.other_programs import METADATA_FILE
+from megatron_zpp.system.user_error import UserError
 
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
@@ -32,11 +33,11 @@ _MAIN_WEIGHT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.fp32_param\."
 
 
 def read_torch_dist(folder: Path) -> Source:
-    """The checkpoint in the folder. Raises ValueError if files are missing or cannot be used."""
+    """The checkpoint in the folder. Raises UserError if files are missing or cannot be used."""
     metadata = _Metadata(folder)
     common = members_of(_common(folder, metadata))
     if "args" not in common:
-        raise ValueError(f"{folder} has no arguments of a run of Megatron-LM; choose a checkpoint that it has written.")
+        raise UserError(f"{folder} has no arguments of a run of Megatron-LM; choose a checkpoint that it has written.")
     found = dict(metadata.tensors())
     weights = named_here(((name, tensor) for name, tensor in found.items() if not _OPTIMIZER.match(name)), str(folder))
     stored_main = ((_MAIN_WEIGHT.sub("", name), tensor) for name, tensor in found.items() if _MAIN_WEIGHT.match(name))
@@ -101,7 +102,7 @@ class _Metadata:
         return self._places.get((name, None))
 
     def refuse(self, finding: str) -> NoReturn:
-        raise ValueError(f"{self.folder / METADATA_FILE} {finding}; copy the whole checkpoint.") from None
+        raise UserError(f"{self.folder / METADATA_FILE} {finding}; copy the whole checkpoint.") from None
 
     def _layers(self, tensor: ChunkedTensor) -> Iterator[tuple[str, StoredTensor]]:
         if not is_of_all_layers(_MAIN_WEIGHT.sub("", tensor.name)):
@@ -134,6 +135,6 @@ def _common(folder: Path, metadata: _Metadata) -> Any:
         return TorchFile(Window(folder / COMMON_FILE)).root
     place = metadata.object_place(COMMON_KEY)
     if place is None:
-        raise ValueError(f"{folder} has neither {COMMON_FILE} nor common_state; choose a checkpoint that Megatron-LM has written.")
+        raise UserError(f"{folder} has neither {COMMON_FILE} nor common_state; choose a checkpoint that Megatron-LM has written.")
     root = place.opened().root
     return root[0] if isinstance(root, list) and len(root) == 1 else root

@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_zpp.checkpoint.megatron.pickled import Global, Made, Outside, Pickled, PickleError, read_pickle
 from megatron_zpp.checkpoint.megatron.torch_zip import Bytes, is_zip, zip_members
 from megatron_zpp.checkpoint.megatron.window import Window
-from megatron_zpp.config.outside import WHOLE_NUMBER_LIMIT
+from megatron_zpp.system.outside import WHOLE_NUMBER_LIMIT
+from megatron_zpp.system.user_error import UserError
 
 OLD_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of a file of before torch 1.6
 OLD_VERSION = 1001  # the second
@@ -70,7 +71,7 @@ class TensorPlace:
 class TorchFile:
     """A file of torch.save. root: the record of the object that was saved.
 
-    Raises ValueError, naming the file, for a file that torch does not write.
+    Raises UserError, naming the file, for a file that torch does not write.
     """
 
     def __init__(self, window: Window) -> None:
@@ -80,7 +81,7 @@ class TorchFile:
     def place_of(self, record: Any) -> TensorPlace | None:
         """Where the tensor of a record is; None if the record is no tensor of floating-point numbers.
 
-        Raises ValueError for a tensor that does not fit into its storage.
+        Raises UserError for a tensor that does not fit into its storage.
         """
         if isinstance(record, Made) and record.is_made_by(REBUILD_PARAMETER) and isinstance(record.arguments, tuple):
             record = record.arguments[0] if record.arguments else None
@@ -98,7 +99,7 @@ class TorchFile:
         return place
 
     def read(self, place: TensorPlace) -> Tensor:
-        """The elements of a tensor, in its own dtype. Raises ValueError if the file ends before them."""
+        """The elements of a tensor, in its own dtype. Raises UserError if the file ends before them."""
         if place.span == 0:
             return torch.empty(place.shape, dtype=place.dtype)
         element_bytes = place.dtype.itemsize
@@ -172,7 +173,7 @@ class TorchFile:
             self._refuse(str(error))
 
     def _refuse(self, finding: str) -> NoReturn:
-        raise ValueError(f"{self.window.name} {finding}; choose a file that Megatron has written.") from None
+        raise UserError(f"{self.window.name} {finding}; choose a file that Megatron has written.") from None
 
 
 def _without_attributes(record: Any) -> Any:

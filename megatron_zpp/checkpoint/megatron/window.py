@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_zpp.config.outside import open_regular
+from megatron_zpp.system.outside import open_regular
+from megatron_zpp.system.user_error import UserError
 
 
 class Window(io.RawIOBase):
     """A part of a regular file, which is open only while it is read: a checkpoint may have thousands of files.
 
     name: how messages call it. nbytes: None for all bytes from `start`.
-    Raises ValueError, naming the file, if it cannot be opened or does not have these bytes.
+    Raises UserError, naming the file, if it cannot be opened or does not have these bytes.
     """
 
     def __init__(self, path: Path, start: int = 0, nbytes: int | None = None) -> None:
@@ -26,12 +27,12 @@ class Window(io.RawIOBase):
             file_bytes = os.fstat(descriptor).st_size
         self.nbytes = file_bytes - start if nbytes is None else nbytes
         if not 0 <= start <= start + self.nbytes <= file_bytes:
-            raise ValueError(f"{path} has {file_bytes} bytes, and {start + self.nbytes} are needed: it is incomplete; copy it again.")
+            raise UserError(f"{path} has {file_bytes} bytes, and {start + self.nbytes} are needed: it is incomplete; copy it again.")
 
     def read_at(self, offset: int, nbytes: int) -> bytearray:
-        """These bytes. Raises ValueError unless all are in the window."""
+        """These bytes. Raises UserError unless all are in the window."""
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise ValueError(f"{self.name} has {self.nbytes} bytes, and {offset + nbytes} are needed: it is incomplete; copy it again.")
+            raise UserError(f"{self.name} has {self.nbytes} bytes, and {offset + nbytes} are needed: it is incomplete; copy it again.")
         data = bytearray(nbytes)
         self._fill(memoryview(data), offset)
         return data
@@ -48,7 +49,7 @@ class Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
         if position < 0:
-            raise ValueError(f"there is no byte {position}")
+            raise UserError(f"there is no byte {position}")
         self._position = position
         return position
 
@@ -63,7 +64,7 @@ class Window(io.RawIOBase):
         try:
             descriptor = open_regular(self._path)
         except OSError as error:
-            raise ValueError(f"{self.name} cannot be read ({error.strerror}); copy it again.") from None
+            raise UserError(f"{self.name} cannot be read ({error.strerror}); copy it again.") from None
         try:
             yield descriptor
         finally:
@@ -75,5 +76,5 @@ class Window(io.RawIOBase):
             while done < len(buffer):
                 count = os.preadv(descriptor, [buffer[done:]], self._start + offset + done)
                 if count == 0:
-                    raise ValueError(f"{self.name} has become shorter while it was read; copy it again.")
+                    raise UserError(f"{self.name} has become shorter while it was read; copy it again.")
                 done += count

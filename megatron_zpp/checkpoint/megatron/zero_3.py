@@ -23,6 +23,7 @@ from megatron_zpp.checkpoint.megatron.pickled import Global, Made, members_of
 from megatron_zpp.checkpoint.megatron.rank_file import FileTensor, RankFile
 from megatron_zpp.checkpoint.megatron.source import StoredTensor
 from megatron_zpp.checkpoint.megatron.torch_file import counts_of
+from megatron_zpp.system.user_error import UserError
 
 MODEL_STATES = re.compile(r"zero_pp_rank_(?P<data>[0-9]+)_mp_rank_(?P<tensor>[0-9]+)_model_states\.pt")
 OPTIMIZER_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<data>[0-9]+)_mp_rank_(?P<tensor>[0-9]+)_optim_states\.pt")
@@ -65,7 +66,7 @@ class PartedTensor:
 
 
 def read_zero_3(folder: Path, first: RankFile, tensor_rank: int) -> dict[str, StoredTensor]:
-    """The parameters of a tensor rank by DeepSpeed's names. first: model states of its first rank. Raises ValueError for missing files."""
+    """The parameters of a tensor rank by DeepSpeed's names. first: model states of its first rank. Raises UserError for missing files."""
     ranks = [_flat_groups(path) for path in _of_tensor_rank(folder, tensor_rank)]
     named: dict[str, StoredTensor] = {}
     start = 0
@@ -74,7 +75,7 @@ def read_zero_3(folder: Path, first: RankFile, tensor_rank: int) -> dict[str, St
         named[name] = tensor
         start += tensor.part_numel
     if any(rank.ends[-1] != start for rank in ranks):
-        raise ValueError(f"{folder} has other numbers of values than the parameters of {first.path.name} need; copy the whole checkpoint.")
+        raise UserError(f"{folder} has other numbers of values than the parameters of {first.path.name} need; copy the whole checkpoint.")
     return named
 
 
@@ -85,7 +86,7 @@ def _of_tensor_rank(folder: Path, tensor_rank: int) -> list[Path]:
         if match is not None and int(match["tensor"]) == tensor_rank:
             paths[int(match["data"])] = path
     if sorted(paths) != list(range(len(paths))) or not paths:
-        raise ValueError(f"{folder} lacks files zero_pp_rank_*_mp_rank_{tensor_rank:02d}_optim_states.pt; copy the whole checkpoint.")
+        raise UserError(f"{folder} lacks files zero_pp_rank_*_mp_rank_{tensor_rank:02d}_optim_states.pt; copy the whole checkpoint.")
     return [paths[rank] for rank in range(len(paths))]
 
 
@@ -94,12 +95,12 @@ def _flat_groups(path: Path) -> FlatGroups:
     states = members_of(file.members.get("optimizer_state_dict"))
     records = states.get("fp32_flat_groups")
     if not _is_stage_3(states.get("zero_stage")) or not isinstance(records, list) or not records:
-        raise ValueError(f"{path} has no fp32_flat_groups of ZeRO stage 3; choose a checkpoint that DeepSpeed has written.")
+        raise UserError(f"{path} has no fp32_flat_groups of ZeRO stage 3; choose a checkpoint that DeepSpeed has written.")
     groups = []
     for index, record in enumerate(records):
         place = file.file.place_of(record)
         if place is None or len(place.shape) != 1:
-            raise ValueError(f"{path} has fp32_flat_groups that are not flat; choose a checkpoint that DeepSpeed has written.")
+            raise UserError(f"{path} has fp32_flat_groups that are not flat; choose a checkpoint that DeepSpeed has written.")
         groups.append(FileTensor(file.file, f"fp32_flat_groups[{index}]", place))
     return FlatGroups(groups, list(accumulate(group.shape[0] for group in groups)))
 
@@ -123,5 +124,5 @@ def _shapes(file: RankFile) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, record in members_of(group).items():
             shape = counts_of(record)
             if shape is None:
-                raise ValueError(f"{file.path} describes {name} without its shape; choose a checkpoint that DeepSpeed has written.")
+                raise UserError(f"{file.path} describes {name} without its shape; choose a checkpoint that DeepSpeed has written.")
             yield name, shape

@@ -14,7 +14,7 @@ from megatron_zpp.data.preprocess.document_encoder import BadLine, EncodedBatch
 from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter, open_partial, publish, refuse_if_written
 from megatron_zpp.data.preprocess.journal import Journal, Progress, pair_prefix
 from megatron_zpp.data.preprocess.json_lines import LineBatch, Position
-from megatron_zpp.monitor.output_file import naming_file, sync_folder
+from megatron_zpp.system.output_file import naming_file, sync_folder
 
 
 class CorpusBuilder:

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_zpp.data.indexed_dataset import best_dtype
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer
+from megatron_zpp.system.user_error import UserError
 
 
 class BadLine(NamedTuple):
@@ -94,7 +95,7 @@ class DocumentEncoder:
         vocab_size = self.tokenizer.vocab_size
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             wrong = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
-            raise ValueError(f"token id {wrong} is outside of the vocabulary of {vocab_size} ids")
+            raise UserError(f"token id {wrong} is outside of the vocabulary of {vocab_size} ids")
         is_filled = lengths > 0
         if self.append_eod:
             ids = np.insert(ids, np.cumsum(lengths)[is_filled], self.tokenizer.eod)
@@ -103,31 +104,31 @@ class DocumentEncoder:
 
 
 def read_texts(line: bytes, keys: Sequence[str]) -> dict[str, str]:
-    """The strings under the keys of one JSON object. Raises ValueError that says what is wrong with the line."""
+    """The strings under the keys of one JSON object. Raises UserError that says what is wrong with the line."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"not valid UTF-8 at byte {error.start} of the line") from None
+        raise UserError(f"not valid UTF-8 at byte {error.start} of the line") from None
     except json.JSONDecodeError as error:
         if line.startswith(BOM_UTF8):
-            raise ValueError("begins with a byte order mark, which JSON does not have; save the file as UTF-8 without it") from None
-        raise ValueError(f'not JSON ({error}); every line needs one object, such as {{"text": "..."}}') from None
+            raise UserError("begins with a byte order mark, which JSON does not have; save the file as UTF-8 without it") from None
+        raise UserError(f'not JSON ({error}); every line needs one object, such as {{"text": "..."}}') from None
     except ValueError:  # json has no error of its own for it
-        raise ValueError(f"holds a whole number of more than {sys.get_int_max_str_digits()} digits; write it as a string") from None
+        raise UserError(f"holds a whole number of more than {sys.get_int_max_str_digits()} digits; write it as a string") from None
     if not isinstance(record, dict):
-        raise ValueError(f"holds {type(record).__name__}, but a JSON object is needed")
+        raise UserError(f"holds {type(record).__name__}, but a JSON object is needed")
     return {key: _read_text(record, key) for key in keys}
 
 
 def _read_text(record: dict[str, object], key: str) -> str:
     if key not in record:
-        raise ValueError(f'key "{key}" is missing (found: {", ".join(record) or "none"}); --json-keys names the keys to read')
+        raise UserError(f'key "{key}" is missing (found: {", ".join(record) or "none"}); --json-keys names the keys to read')
     text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f'key "{key}" holds {type(text).__name__}, but a string is needed')
+        raise UserError(f'key "{key}" holds {type(text).__name__}, but a string is needed')
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError(f'key "{key}" holds half of a surrogate pair, which is not text') from None
+            raise UserError(f'key "{key}" holds half of a surrogate pair, which is not text') from None
     return text

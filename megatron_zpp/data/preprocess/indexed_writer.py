@@ -19,7 +19,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import CODES, HEADER, INDEX_CHUNK_NUMEL, MAGIC, VERSION, IndexedDataset, chunks_of
-from megatron_zpp.monitor.output_file import kept_file, naming_file, sync_folder
+from megatron_zpp.system.output_file import kept_file, naming_file, sync_folder
+from megatron_zpp.system.user_error import UserError
 
 COPY_BYTES = 1 << 24
 LONGEST_SEQUENCE = np.iinfo(np.int32).max
@@ -39,14 +40,14 @@ class IndexedDatasetWriter:
     start: resume the partial files of an earlier writer from this extent; what they hold beyond it is cut off.
 
     A context manager: leaving the block removes the partial files, with or without an error, unless `finalize` was called.
-    Raises ValueError if another process is writing this prefix.
+    Raises UserError if another process is writing this prefix.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, start: Extent | None = None) -> None:
         self.prefix = prefix
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
-            raise ValueError(f"{prefix}.bin cannot hold {dtype}; use one of {', '.join(d.name for d in CODES)}.")
+            raise UserError(f"{prefix}.bin cannot hold {dtype}; use one of {', '.join(d.name for d in CODES)}.")
         needed = self._needed_bytes(start or Extent())
         found = needed if start else (0, 0, 0)
         self._token_file = open_partial(f"{prefix}.bin", found[0])
@@ -71,7 +72,7 @@ class IndexedDatasetWriter:
         return self._extent.document_count
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Appends one document, which may be empty. Raises ValueError for an id that the dtype cannot hold."""
+        """Appends one document, which may be empty. Raises UserError for an id that the dtype cannot hold."""
         self.add_documents(np.asarray(tokens), [len(tokens)])
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
@@ -82,14 +83,14 @@ class IndexedDatasetWriter:
         """Appends sequences. tokens: [sum of lengths], one sequence after the other.
 
         document_ends: [documents] how many of these sequences lie before each document's end, ascending.
-        Raises ValueError for a sequence that the file cannot hold, and RuntimeError if the arguments contradict each other.
+        Raises UserError for a sequence that the file cannot hold, and RuntimeError if the arguments contradict each other.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         ends = np.asarray(document_ends, dtype=np.int64)
         if int(lengths.sum()) != len(tokens) or (int(ends[-1]) if len(ends) else 0) != len(lengths):
             raise RuntimeError(f"{self.prefix}: {len(tokens)} tokens and {len(ends)} documents for lengths {lengths}")
         if len(lengths) and int(lengths.max()) > LONGEST_SEQUENCE:
-            raise ValueError(f"{self.prefix}.idx cannot hold a document of {int(lengths.max())} tokens; split it: {LONGEST_SEQUENCE} fit.")
+            raise UserError(f"{self.prefix}.idx cannot hold a document of {int(lengths.max())} tokens; split it: {LONGEST_SEQUENCE} fit.")
         stored = self._stored(tokens)
         with self._naming_files():
             self._token_file.write(stored.data)
@@ -98,9 +99,9 @@ class IndexedDatasetWriter:
         self._advance(len(tokens), len(lengths), len(ends))
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Appends all documents of another corpus. Raises ValueError if that has another dtype."""
+        """Appends all documents of another corpus. Raises UserError if that has another dtype."""
         if dataset.dtype != self.dtype:
-            raise ValueError(
+            raise UserError(
                 f"{dataset.token_path} holds {dataset.dtype.name}, but {self.dtype.name} is needed; tokenise both with one vocabulary."
             )
         step = COPY_BYTES // self.dtype.itemsize
@@ -180,7 +181,7 @@ class IndexedDatasetWriter:
         if tokens.dtype != self.dtype and len(tokens):
             limits = np.iinfo(self.dtype)
             if int(tokens.min()) < limits.min or int(tokens.max()) > limits.max:
-                raise ValueError(
+                raise UserError(
                     f"{self.prefix}.bin stores {self.dtype.name} and cannot hold the token ids {int(tokens.min())} to {int(tokens.max())}; "
                     "give the --vocab-size or --tokenizer-model that the ids belong to."
                 )
@@ -229,18 +230,18 @@ def publish(prefix: str) -> None:
 def open_partial(path: str, needed_bytes: int) -> BinaryIO:
     """The partial file of path, opened but not emptied, as it may belong to another writer that is running.
 
-    Raises ValueError if it has fewer than needed_bytes.
+    Raises UserError if it has fewer than needed_bytes.
     """
     file = open(kept_file(f"{path}.partial"), "r+b")
     found = os.fstat(file.fileno()).st_size
     if found < needed_bytes:
         file.close()
-        raise ValueError(f"{path}.partial has {found} bytes, {needed_bytes} were written; remove the partial files and start anew.")
+        raise UserError(f"{path}.partial has {found} bytes, {needed_bytes} were written; remove the partial files and start anew.")
     return file
 
 
 def refuse_if_written(prefix: str) -> None:
-    """Raises ValueError if another process is writing this prefix."""
+    """Raises UserError if another process is writing this prefix."""
     with suppress(FileNotFoundError), open(f"{prefix}.bin.partial", "r+b") as file:
         _lock(file, prefix)
 
@@ -257,7 +258,7 @@ def _lock(file: BinaryIO, prefix: str) -> None:
         return
     if is_taken:
         file.close()
-        raise ValueError(f"{prefix}.bin is being written by another process; wait for it, or choose another prefix.")
+        raise UserError(f"{prefix}.bin is being written by another process; wait for it, or choose another prefix.")
 
 
 def _is_at(file: BinaryIO, path: str) -> bool:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_zpp.config.counted import counted
-from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.data.preprocess.indexed_writer import Extent
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position
-from megatron_zpp.monitor.output_file import naming_file, new_file, sync_folder
+from megatron_zpp.system.output_file import naming_file, new_file, sync_folder
+from megatron_zpp.system.outside import Members, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 FORMAT = 1
 JOURNAL_BYTES = 1 << 30  # it names every input file
@@ -82,7 +83,7 @@ class Journal:
     def load(self) -> Progress | None:
         """The progress to resume from; None if there is no unfinished work, and no finished share.
 
-        Raises ValueError, naming what changed, if inputs or settings are not those of that work, or files of a finished share are missing.
+        Raises UserError, naming what changed, if inputs or settings are not those of that work, or files of a finished share are missing.
         """
         file = OutsideFile(self._found, str(self._found), self.remedy, most_bytes=JOURNAL_BYTES)
         if file.is_missing():
@@ -115,20 +116,20 @@ class Journal:
     def _check_settings(self, found: Mapping[str, Any]) -> None:
         for name in {**found, **self.settings}:
             if found.get(name) != self.settings.get(name):
-                raise ValueError(f"--resume: {_difference(name, found.get(name), self.settings.get(name))}, or {self.remedy}")
+                raise UserError(f"--resume: {_difference(name, found.get(name), self.settings.get(name))}, or {self.remedy}")
 
     def _check_inputs(self, found: Sequence[InputFile], begun: int) -> None:
         """begun: number of files of which some or all has been read. These must be unchanged; the others may have been repaired."""
         for place, (was, now) in enumerate(zip(found, self.inputs, strict=False)):
             if was.path != now.path:
-                raise ValueError(f"--resume: --input {now.path} is at the place of {was.path}; give the same, or {self.remedy}")
+                raise UserError(f"--resume: --input {now.path} is at the place of {was.path}; give the same, or {self.remedy}")
             if place < begun and was != now:
-                raise ValueError(
+                raise UserError(
                     f"--resume: --input {now.path} has changed (it had {was.file_bytes} bytes, it has {now.file_bytes}, or it was written "
                     f"anew); {self.remedy}"
                 )
         if len(found) != len(self.inputs):
-            raise ValueError(
+            raise UserError(
                 f"--resume: --input names {counted(len(self.inputs), 'file')}, before {len(found)}; give the same, or {self.remedy}"
             )
 
@@ -152,7 +153,7 @@ class FinishedShare(NamedTuple):
 
 
 def read_finished_share(prefix: str) -> FinishedShare:
-    """The record of a share. Raises ValueError if the share is not finished, or if its files are missing."""
+    """The record of a share. Raises UserError if the share is not finished, or if its files are missing."""
     path = _finished_path(prefix)
     remedy = "make the share with tools/preprocess_data.py --share."
     content = OutsideFile(path, str(path), remedy, most_bytes=JOURNAL_BYTES).members()
@@ -170,7 +171,7 @@ def _check_share(prefix: str, keys: Iterable[str], remedy: str) -> None:
     files = [f"{pair_prefix(prefix, key)}.{ending}" for key in keys for ending in ("bin", "idx")]
     missing = next((file for file in files if not os.path.exists(file)), None)
     if missing is not None:
-        raise ValueError(f"{_finished_path(prefix)} says that the share is finished, but {missing} is missing; {remedy}")
+        raise UserError(f"{_finished_path(prefix)} says that the share is finished, but {missing} is missing; {remedy}")
 
 
 def _finished_path(prefix: str) -> Path:

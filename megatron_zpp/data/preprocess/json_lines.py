@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from megatron_zpp.config.counted import counted
-from megatron_zpp.config.outside import open_regular
 from megatron_zpp.data.preprocess.other_formats import HEAD_BYTES, refuse_other_format
+from megatron_zpp.system.outside import open_regular
+from megatron_zpp.system.user_error import UserError
 
 STANDARD_INPUT = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
@@ -44,7 +45,7 @@ class LineBatch(NamedTuple):
     file_bytes: int  # read from the file so far; compressed bytes if it is compressed
 
 
-class DamagedInput(ValueError):
+class DamagedInput(UserError):
     """A file cannot be read to its end. source: its index among the inputs."""
 
     def __init__(self, path: str, source: int, error: Exception) -> None:
@@ -56,7 +57,7 @@ def find_inputs(words: Sequence[str], print_line: Callable[[str], None]) -> list
     """The files that the words of --input name, in order of the words. Files of a folder (and its subfolders) or a glob are sorted by name.
 
     print_line: called if files in a folder are left out.
-    Raises ValueError for a word without a file, for a file that is named twice, even under two names, and for one of another format.
+    Raises UserError for a word without a file, for a file that is named twice, even under two names, and for one of another format.
     """
     paths = [path for word in words for path in _files_of(word, print_line)]
     named: dict[str, str] = {}
@@ -64,7 +65,7 @@ def find_inputs(words: Sequence[str], print_line: Callable[[str], None]) -> list
         real = path if path == STANDARD_INPUT else os.path.realpath(path)
         if real in named:
             spelled = "" if named[real] == path else f" (as {named[real]} before)"
-            raise ValueError(f"--input names {path} twice{spelled}; name it once, its documents would be written twice.")
+            raise UserError(f"--input names {path} twice{spelled}; name it once, its documents would be written twice.")
         named[real] = path
     for path in paths:
         if path != STANDARD_INPUT:
@@ -75,7 +76,7 @@ def find_inputs(words: Sequence[str], print_line: Callable[[str], None]) -> list
 def line_batches(paths: Sequence[str], start: Position, longest_line_bytes: int = LONGEST_LINE_BYTES) -> Iterator[LineBatch]:
     """All lines of the files from a position on, about BATCH_BYTES at a time.
 
-    longest_line_bytes: as --max-line-megabytes says. Raises DamagedInput for a damaged file, ValueError for a longer line.
+    longest_line_bytes: as --max-line-megabytes says. Raises DamagedInput for a damaged file, UserError for a longer line.
     """
     for source in range(start.source, len(paths)):
         offset = start.offset if source == start.source else 0
@@ -103,7 +104,7 @@ class Source:
         self._read_bytes = 0
         self._head = self._file.peek(MAGIC_BYTES)
         if not self.is_compressed and path.endswith((".gz", ".zst")):
-            raise ValueError(f"{path} is not compressed, although its name says so; rename it, or copy it again.")
+            raise UserError(f"{path} is not compressed, although its name says so; rename it, or copy it again.")
 
     @property
     def is_compressed(self) -> bool:
@@ -114,7 +115,7 @@ class Source:
         return self._read_bytes if self._reads_stdin else self._file.tell()
 
     def blocks(self, offset: int) -> Iterator[bytes]:
-        """The text from offset on, in blocks of about BATCH_BYTES. Raises ValueError if it begins like another format than JSON lines."""
+        """The text from offset on, in blocks of about BATCH_BYTES. Raises UserError if it begins like another format than JSON lines."""
         blocks = self._blocks(offset)
         if offset == 0:
             first = next(blocks, b"")
@@ -157,21 +158,21 @@ class _RawFile(io.FileIO):
 
 def _files_of(word: str, print_line: Callable[[str], None]) -> list[str]:
     if word == STANDARD_INPUT and sys.stdin is None:
-        raise ValueError("--input - reads standard input, which is closed; pipe JSON lines into the tool, or give files.")
+        raise UserError("--input - reads standard input, which is closed; pipe JSON lines into the tool, or give files.")
     if word == STANDARD_INPUT or os.path.isfile(word):
         return [word]
     if os.path.isdir(word):
         below = _files_below(word)
         found = [path for path in below if path.endswith(ENDINGS)]
         if not found:
-            raise ValueError(f"--input {word} is a folder without files that end in {', '.join(ENDINGS)}; give files, or a glob.")
+            raise UserError(f"--input {word} is a folder without files that end in {', '.join(ENDINGS)}; give files, or a glob.")
         if len(found) < len(below):
             others = counted(len(below) - len(found), "file with another ending is", "files with other endings are")
             print_line(f"--input {word}: {others} not read.")
         return found
     found = sorted(path for path in glob.glob(word, recursive=True) if os.path.isfile(path))
     if not found:
-        raise ValueError(f"--input {word} is not a file, a folder or a glob that matches one; give JSON lines, or - for standard input.")
+        raise UserError(f"--input {word} is not a file, a folder or a glob that matches one; give JSON lines, or - for standard input.")
     return found
 
 
@@ -221,7 +222,7 @@ def _batches_of(file: Source, source: int, offset: int, longest_line_bytes: int)
             parts.append(block[end:])
             begun_bytes += len(block) - end
         if begun_bytes > longest_line_bytes:
-            raise ValueError(
+            raise UserError(
                 f"{file.path} has a line of more than {longest_line_bytes} bytes after byte {offset} of its text; put a line end after "
                 "each document, give a larger --max-line-megabytes, or leave the file out."
             )
@@ -240,7 +241,7 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise ValueError("a file compressed by zstd needs package zstandard, which is not installed; run: pip install zstandard") from None
+        raise UserError("a file compressed by zstd needs package zstandard, which is not installed; run: pip install zstandard") from None
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW_BYTES)
     frame, rest = decompressor.decompressobj(), b""
     is_inside = False

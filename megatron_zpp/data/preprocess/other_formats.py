@@ -8,6 +8,8 @@ import re
 import shlex
 from typing import NamedTuple
 
+from megatron_zpp.system.user_error import UserError
+
 HEAD_BYTES = 512  # the first record of a tar archive
 
 
@@ -46,7 +48,7 @@ _FORMATS = (
 
 
 def refuse_other_format(path: str, head: bytes, *, is_compressed: bool) -> None:
-    """Raises ValueError if a file does not hold JSON lines.
+    """Raises UserError if a file does not hold JSON lines.
 
     head: the first bytes of its text, HEAD_BYTES if it has as many. is_compressed: the text was decompressed.
     """
@@ -55,4 +57,4 @@ def refuse_other_format(path: str, head: bytes, *, is_compressed: bool) -> None:
         is_what = f"holds, compressed, what is {found.what}" if is_compressed else f"is {found.what}"
         first = "decompress it; then this" if is_compressed else "this"
         remedy = found.remedy.replace("{}", shlex.quote(os.path.splitext(path)[0] if is_compressed else path))
-        raise ValueError(f"{path} {is_what}, but JSON lines are needed; {first} makes them: {remedy}")
+        raise UserError(f"{path} {is_what}, but JSON lines are needed; {first} makes them: {remedy}")

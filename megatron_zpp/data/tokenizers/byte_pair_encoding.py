@@ -11,6 +11,7 @@ from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS, IDS, FastEncoder, FromRanks, NotServed
 from megatron_zpp.data.tokenizers.served_text import KnownCharacters
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_arrays
+from megatron_zpp.system.user_error import UserError
 
 # Unicode's White_Space, which is what \s means in tiktoken's patterns; Python's own \s includes more.
 WHITE_SPACE_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
@@ -96,7 +97,7 @@ class BytePairEncoding(BatchTokenizer):
         try:
             import tiktoken
         except ImportError:
-            raise ValueError("this --tokenizer-type needs package tiktoken, which is not installed; run: pip install tiktoken") from None
+            raise UserError("this --tokenizer-type needs package tiktoken, which is not installed; run: pip install tiktoken") from None
         return tiktoken.Encoding("megatron_zpp", pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens={})
 
 

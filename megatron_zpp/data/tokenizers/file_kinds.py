@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.outside import OutsideFile
+from megatron_zpp.system.outside import OutsideFile
 
 SENTENCEPIECE, TOKENIZER_JSON, VOCABULARY, MERGES = "a SentencePiece model", "a tokenizer.json", "a vocab.json", "a merges.txt"
 RANKED_TOKENS, SETTINGS = "a list of ranked tokens", "a file of settings"
@@ -30,7 +30,7 @@ MERGED_LINE = re.compile(r"\S+ \S+")
 
 @contextmanager
 def naming_other_kind(file: OutsideFile, own: str) -> Iterator[None]:
-    """Where the block refuses the file with a ValueError, and another tokenizer reads it, the error names that one instead.
+    """Where the block refuses the file with a UserError, and another tokenizer reads it, the error names that one instead.
 
     own: the kind of file that the block reads.
     """

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.outside import Members, OutsideFile, is_encodable
+from megatron_zpp.system.outside import Members, OutsideFile, is_encodable
+from megatron_zpp.system.user_error import UserError
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("extra_special_tokens", "additional_special_tokens")  # the first one that a file has counts
@@ -18,7 +19,7 @@ class FilesBeside:
     """The tokens that the files name, with the ids that transformers gives them.
 
     Ids are in `added_tokens_decoder` of tokenizer_config.json, or else in added_tokens.json. The other tokens, such as `pad_token` and
-    `extra_special_tokens`, get the next ids if tokenizer.json lacks them. Raises ValueError for a file that is not like this.
+    `extra_special_tokens`, get the next ids if tokenizer.json lacks them. Raises UserError for a file that is not like this.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +37,7 @@ class FilesBeside:
 
     @property
     def splits_special_tokens(self) -> bool:
-        """Whether special tokens in a text are plain text. Raises ValueError if the file says neither."""
+        """Whether special tokens in a text are plain text. Raises UserError if the file says neither."""
         name = "split_special_tokens"
         return self._config.values.get(name) is not None and self._config.switch(name)
 
@@ -49,12 +50,12 @@ class FilesBeside:
         return self._path.with_name("tokenizer_config.json" if self._config.values.get(name) is not None else "special_tokens_map.json")
 
     def add_numbered_tokens(self, tokenizer: Any) -> None:
-        """Adds the tokens that a file gives an id. Raises ValueError if the tokenizer has another id for one of them."""
+        """Adds the tokens that a file gives an id. Raises UserError if the tokenizer has another id for one of them."""
         for token_id, token, place in sorted(self._numbered_tokens(), key=lambda entry: entry[0]):
             tokenizer.add_tokens([token])
             found = tokenizer.token_to_id(token.content)
             if found != token_id:
-                raise ValueError(
+                raise UserError(
                     f"{self._path.with_name(place)} gives {token.content!r} the id {token_id}, but with {self._path} it gets {found}; "
                     "give files of one tokenizer."
                 )

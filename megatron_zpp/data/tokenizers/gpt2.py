@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
 from megatron_zpp.data.tokenizers.file_kinds import MERGES, VOCABULARY, naming_other_kind
+from megatron_zpp.system.outside import VOCABULARY_BYTES, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 IDS = 2**31  # ids are int32
@@ -42,7 +43,7 @@ class GPT2BPETokenizer(BytePairEncoding):
 
 
 def read_vocabulary(path: str) -> dict[str, int]:
-    """The id of every token in GPT-2's letters. Raises ValueError for another file, and for one without <|endoftext|>."""
+    """The id of every token in GPT-2's letters. Raises UserError for another file, and for one without <|endoftext|>."""
     source = OutsideFile(Path(path), f"--vocab-file {path}", "give a vocab.json.", most_bytes=VOCABULARY_BYTES)
     source.check_is_there()
     with naming_other_kind(source, VOCABULARY):
@@ -52,9 +53,9 @@ def read_vocabulary(path: str) -> dict[str, int]:
                 members.refuse(token, f"an id, a whole number from 0 to {IDS - 1}")
     vocabulary = dict(members.values)
     if len(set(vocabulary.values())) < len(vocabulary):
-        raise ValueError(f"--vocab-file {path} gives one id to two tokens; give the file that belongs to --merge-file.")
+        raise UserError(f"--vocab-file {path} gives one id to two tokens; give the file that belongs to --merge-file.")
     if END_OF_TEXT not in vocabulary:
-        raise ValueError(f"--vocab-file {path} has no {END_OF_TEXT} to end documents with; add it to the file.")
+        raise UserError(f"--vocab-file {path} has no {END_OF_TEXT} to end documents with; add it to the file.")
     return vocabulary
 
 
@@ -68,7 +69,7 @@ def read_merges(path: str) -> list[tuple[str, str]]:
         if not pair or (number == 1 and line.startswith("#version")):
             continue
         if len(pair) != 2 or not BYTES.keys() >= set("".join(pair)):
-            raise ValueError(f"--merge-file {path}, line {number}: {line!r} is not two tokens in GPT-2's letters; give a merges.txt.")
+            raise UserError(f"--merge-file {path}, line {number}: {line!r} is not two tokens in GPT-2's letters; give a merges.txt.")
         merges.append((pair[0], pair[1]))
     return merges
 
@@ -84,7 +85,7 @@ def _ranks(merges: Sequence[tuple[str, str]], path: str) -> dict[bytes, int]:
     ranks = {token: rank for rank, token in enumerate(tokens)}
     if len(ranks) < len(tokens):
         # tiktoken knows tokens, not pairs, so it would use the rank of the first merge for both.
-        raise ValueError(
+        raise UserError(
             f"--merge-file {path} makes one token by two merges, which is not supported; give a file in GPT-2's form, or a tokenizer.json."
         )
     return ranks
@@ -93,7 +94,7 @@ def _ranks(merges: Sequence[tuple[str, str]], path: str) -> dict[bytes, int]:
 def _id_of(token: bytes, vocabulary: dict[str, int], vocab_path: str, merge_path: str) -> int:
     spelling = "".join(LETTERS[byte] for byte in token)
     if spelling not in vocabulary:
-        raise ValueError(
+        raise UserError(
             f"--vocab-file {vocab_path} lacks {spelling!r}, which --merge-file {merge_path} makes; give files of one tokenizer."
         )
     return vocabulary[spelling]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS, IDS, FastEncoder, NotServed, from_tokenizer_json
 from megatron_zpp.data.tokenizers.file_kinds import TOKENIZER_JSON, naming_other_kind
@@ -14,6 +13,8 @@ from megatron_zpp.data.tokenizers.files_beside import FilesBeside
 from megatron_zpp.data.tokenizers.served_text import KnownCharacters
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
 from megatron_zpp.data.tokenizers.tokenizer_json import check_served
+from megatron_zpp.system.outside import VOCABULARY_BYTES, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 # If no tokenizer_config.json names the end-of-document token, it is the one of these in the vocabulary; there must be exactly one.
 KNOWN_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|endofdocument|>")
@@ -112,7 +113,7 @@ def _load(path: Path, model_path: str) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError(
+        raise UserError(
             "--tokenizer-type HuggingFaceTokenizer needs package tokenizers, which is not installed; run: pip install tokenizers"
         ) from None
     if not path.exists():
@@ -134,14 +135,14 @@ def _end_token(path: Path, beside: FilesBeside, vocabulary: dict[str, int]) -> s
     token = beside.spelling("eos_token")
     if token is not None:
         if token not in vocabulary:
-            raise ValueError(
+            raise UserError(
                 f"{beside.file_naming('eos_token')} names {token!r} as eos_token, which {path} does not have; give files of one tokenizer."
             )
         return token
     known = [token for token in KNOWN_ENDS if token in vocabulary]
     if len(known) != 1:
         found = " and ".join(known) or "none of the usual ones"
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {path} does not say which token ends a document (it has {found}); "
             'put a tokenizer_config.json with "eos_token" beside it.'
         )

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
 from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS, FastEncoder, from_sentencepiece
 from megatron_zpp.data.tokenizers.file_kinds import SENTENCEPIECE, naming_other_kind
 from megatron_zpp.data.tokenizers.sentencepiece_model import SPACE, check_served
 from megatron_zpp.data.tokenizers.served_text import WithoutSpellings
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
+from megatron_zpp.system.outside import VOCABULARY_BYTES, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 # In Megatron's order. Those that the model lacks get the ids after its last one.
 ADDED_PIECES = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
@@ -52,7 +53,7 @@ class ModelTokenizer(PieceTokenizer):
         self.vocab_size = self._pieces.get_piece_size()
         self.eod = self._pieces.eos_id()
         if self.eod < 0:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {model_path} has no end-of-sentence piece to end documents with; "
                 "use --tokenizer-type SentencePieceTokenizer with --legacy-tokenizer, which adds one."
             )
@@ -71,7 +72,7 @@ class BeginningTokenizer(ModelTokenizer):
         super().__init__(model_path)
         self.bos = self._pieces.bos_id()
         if self.bos < 0:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {model_path} has no begin-of-sentence piece to begin documents with; "
                 "leave out --legacy-tokenizer, without which none is needed."
             )

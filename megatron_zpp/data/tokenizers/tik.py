@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
 from megatron_zpp.data.tokenizers.file_kinds import RANKED_TOKENS, naming_other_kind
+from megatron_zpp.system.outside import VOCABULARY_BYTES, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 # The values of Megatron's --tiktoken-pattern: how a text is cut before bytes are merged.
 PATTERNS = {
@@ -45,7 +46,7 @@ class TikTokenizer(BytePairEncoding):
             vocab_size = max(JSON_VOCAB_SIZE, num_special_tokens + 256)
         kept = tokens if vocab_size is None else tokens[: max(vocab_size - num_special_tokens, 0)]
         if len(kept) < 256:
-            raise ValueError(
+            raise UserError(
                 f"--vocab-size {vocab_size} leaves no room for 256 bytes after --tiktoken-num-special-tokens {num_special_tokens}; "
                 f"give {num_special_tokens + 256} or more."
             )
@@ -58,18 +59,18 @@ class TikTokenizer(BytePairEncoding):
 
 def _check_special_tokens(names: Sequence[str], num_special_tokens: int) -> None:
     if len(set(names)) < len(names) or not set(NEEDED_SPECIAL_TOKENS) <= set(names):
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-special-tokens {' '.join(names)} must name {', '.join(NEEDED_SPECIAL_TOKENS)} and nothing twice; change the list."
         )
     if len(names) > num_special_tokens:
-        raise ValueError(
+        raise UserError(
             f"--tiktoken-num-special-tokens {num_special_tokens} has no room for the {len(names)} special tokens "
             f"{' '.join(names)}; give {len(names)} or more."
         )
 
 
 def _read_tokens(path: str) -> list[bytes]:
-    """The tokens of a file in the order of their ranks; the first 256 are the bytes. Raises ValueError for another kind of file."""
+    """The tokens of a file in the order of their ranks; the first 256 are the bytes. Raises UserError for another kind of file."""
     remedy = 'a .tiktoken file has lines of base64 and rank, a .json file a list of objects of "rank", "token_bytes" and "token_str".'
     file = OutsideFile(Path(path), f"--tokenizer-model {path}", remedy, most_bytes=VOCABULARY_BYTES)
     file.check_is_there()
@@ -79,11 +80,11 @@ def _read_tokens(path: str) -> list[bytes]:
         except TokenError as error:
             file.refuse(f"is not a list of tokens in the order of their ranks ({error})")
     if len(set(tokens)) < len(tokens) or set(tokens[:256]) != {bytes([byte]) for byte in range(256)}:
-        raise ValueError(f"--tokenizer-model {path} does not begin with the 256 bytes, or has a token twice; copy the file again.")
+        raise UserError(f"--tokenizer-model {path} does not begin with the 256 bytes, or has a token twice; copy the file again.")
     return tokens
 
 
-class TokenError(ValueError):
+class TokenError(UserError):
     """An entry is not the token at its place."""
 
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_zpp.system.user_error import UserError
+
 
 class TokenizedTexts(NamedTuple):
     """The ids of several texts, one text after the other."""
@@ -31,7 +33,7 @@ def join_arrays(arrays: Sequence[np.ndarray]) -> TokenizedTexts:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ValueError, naming the first wrong id, if an id is outside [0, vocab_size)."""
+    """Raises UserError, naming the first wrong id, if an id is outside [0, vocab_size)."""
     if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise ValueError(f"Token id {wrong} is outside of the vocabulary of {vocab_size} ids; check --vocab-size or --tokenizer-model.")
+        raise UserError(f"Token id {wrong} is outside of the vocabulary of {vocab_size} ids; check --vocab-size or --tokenizer-model.")

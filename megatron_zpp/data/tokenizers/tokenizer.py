@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_zpp.config.flag import naming_sources, next_multiple
 from megatron_zpp.config.groups.data import TOKENIZER_TYPES
 from megatron_zpp.config.schema import Config, DataConfig, ModelConfig
+from megatron_zpp.system.user_error import UserError
 
 if TYPE_CHECKING:
     from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts
@@ -58,11 +59,11 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         if vocab_size < 1:
-            raise ValueError(f"--vocab-size {vocab_size} leaves no id; give 1 or more.")
+            raise UserError(f"--vocab-size {vocab_size} leaves no id; give 1 or more.")
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1 if eod is None else eod
         if self.eod >= vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"--null-tokenizer-eod-id {eod} is not below --vocab-size {vocab_size}; choose an id from 0 to {vocab_size - 1}."
             )
 
@@ -72,7 +73,7 @@ class NullTokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
-            raise ValueError("--tokenizer-type NullTokenizer reads text of ids separated by spaces, for example 17 4 250.") from None
+            raise UserError("--tokenizer-type NullTokenizer reads text of ids separated by spaces, for example 17 4 250.") from None
         check_ids(ids, self.vocab_size)
         return ids
 
@@ -89,10 +90,10 @@ class NullTokenizer:
 
 
 def build_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer that the flags describe. Raises ValueError, naming the flag, for a missing or wrong value."""
+    """The tokenizer that the flags describe. Raises UserError, naming the flag, for a missing or wrong value."""
     tokenizer = _build(data)
     if data.vocab_size not in (None, tokenizer.vocab_size):
-        raise ValueError(
+        raise UserError(
             f"--vocab-size {data.vocab_size} differs from the {tokenizer.vocab_size} ids of {data.tokenizer_type} with "
             f"{' and '.join(_files(data))}; leave --vocab-size out."
         )
@@ -103,16 +104,16 @@ def tokenizer_of_run(config: Config) -> Tokenizer:
     """As `build_tokenizer`. The error says which of the flags come from a file, such as a checkpoint."""
     try:
         return build_tokenizer(config.data)
-    except ValueError as error:
-        raise ValueError(naming_sources(str(error), config.sources)) from None
+    except UserError as error:
+        raise UserError(naming_sources(str(error), config.sources)) from None
 
 
 def embedding_rows(model: ModelConfig, vocab_size: int) -> int:
-    """Size of the vocabulary with its padding. Raises ValueError if --padded-vocab-size is smaller than vocab_size."""
+    """Size of the vocabulary with its padding. Raises UserError if --padded-vocab-size is smaller than vocab_size."""
     if model.padded_vocab_size is None:
         return padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by)
     if model.padded_vocab_size < vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--padded-vocab-size {model.padded_vocab_size} is below the {vocab_size} ids of the tokenizer; choose {vocab_size} or more."
         )
     return model.padded_vocab_size
@@ -127,13 +128,13 @@ def _build(data: DataConfig) -> Tokenizer:
     # A tokenizer is imported only if it is chosen, because the packages of the others may be missing.
     if data.tokenizer_type == "NullTokenizer":
         if data.vocab_size is None:
-            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size, the number of ids.")
+            raise UserError("--tokenizer-type NullTokenizer needs --vocab-size, the number of ids.")
         return NullTokenizer(data.vocab_size, data.null_tokenizer_eod_id)
     if data.tokenizer_type == "GPT2BPETokenizer":
         from megatron_zpp.data.tokenizers.gpt2 import GPT2BPETokenizer
 
         if data.vocab_file is None or data.merge_file is None:
-            raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file (vocab.json) and --merge-file (merges.txt).")
+            raise UserError("--tokenizer-type GPT2BPETokenizer needs --vocab-file (vocab.json) and --merge-file (merges.txt).")
         return GPT2BPETokenizer(data.vocab_file, data.merge_file)
     if data.tokenizer_type in ("HuggingFaceTokenizer", "HFTokenizer"):
         from megatron_zpp.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -150,7 +151,7 @@ def _build_tik_tokenizer(data: DataConfig) -> Tokenizer:
 
     path = _model_path(data, "a .tiktoken file")
     if data.tiktoken_pattern is None:
-        raise ValueError("--tokenizer-type TikTokenizer needs --tiktoken-pattern, v1 or v2.")
+        raise UserError("--tokenizer-type TikTokenizer needs --tiktoken-pattern, v1 or v2.")
     return TikTokenizer(
         path,
         data.tiktoken_pattern,
@@ -164,9 +165,9 @@ def _build_sentencepiece(data: DataConfig) -> Tokenizer:
     from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, BeginningTokenizer, ModelTokenizer
 
     if data.tokenizer_type is None:
-        raise ValueError(f"--tokenizer-type must be given; choose one of {', '.join(TOKENIZER_TYPES)}.")
+        raise UserError(f"--tokenizer-type must be given; choose one of {', '.join(TOKENIZER_TYPES)}.")
     if data.tokenizer_type not in SENTENCEPIECE_TYPES:
-        raise ValueError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}.")
+        raise UserError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}.")
     path = _model_path(data, "a SentencePiece .model file")
     if data.legacy_tokenizer and data.tokenizer_type == "SentencePieceTokenizer":
         return AddingTokenizer(path, data.vocab_extra_ids)
@@ -177,7 +178,7 @@ def _build_sentencepiece(data: DataConfig) -> Tokenizer:
 
 def _model_path(data: DataConfig, kind: str) -> str:
     if data.tokenizer_model is None:
-        raise ValueError(f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model, {kind}.")
+        raise UserError(f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model, {kind}.")
     return data.tokenizer_model
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 
-from megatron_zpp.monitor.process_start import parent_at_start
+from megatron_zpp.system.process_start import parent_at_start
 
 POLL_SECONDS = 1.0
 LAST_WORDS_SECONDS = 6.0  # for the report; a store or a terminal that does not answer keeps no rank alive

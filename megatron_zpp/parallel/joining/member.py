@@ -11,15 +11,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.parallel.job_ids import JobIds
 from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.system.outside import Members, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 LARGEST_BYTES = 1 << 13
 MOST_CHARACTERS, MOST_IDS = 300, 10
 
 
-class ForeignEntry(ValueError):
+class ForeignEntry(UserError):
     """The store holds something that no run of this program has written."""
 
 

@@ -8,13 +8,15 @@ import socket
 import time
 from dataclasses import dataclass
 
+from megatron_zpp.system.user_error import UserError
+
 RESOLVE_SECONDS = 10.0  # a name server may learn of a host a little later than its ranks start
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 3.0
 BACKLOG = 4096
 
 
-class JoinError(ValueError):
+class JoinError(UserError):
     """This rank cannot join the run; its text says why and what to do."""
 
 

@@ -8,7 +8,7 @@ import pytest
 from harness.tiny_runs import TINY
 
 import pretrain_zeropp_gpt
-from megatron_zpp.parallel.open_files import allow_open_files
+from megatron_zpp.system.open_files import allow_open_files
 
 REMEDY = "allow more where the ranks start (ulimit -n)\n"
 

@@ -13,7 +13,7 @@ from harness.places import ROOT
 
 PROGRAM = """
 import os, sys
-from megatron_zpp.monitor.lasting_stream import tell_lost_lines, use_lasting_streams
+from megatron_zpp.system.lasting_stream import tell_lost_lines, use_lasting_streams
 use_lasting_streams()
 for line in range(3):
     print(line, flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.monitor.file_lock import NO_LOCKS_HERE, try_lock
+from megatron_zpp.system.file_lock import NO_LOCKS_HERE, try_lock
 
 
 def test_a_lock_has_one_holder_and_goes_with_it(tmp_path: Path) -> None:

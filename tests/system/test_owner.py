@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.monitor.owner import ABANDONED_AFTER_SECONDS, is_abandoned, own_token
+from megatron_zpp.system.owner import ABANDONED_AFTER_SECONDS, is_abandoned, own_token
 
 
 def aged(folder: Path, seconds: float) -> Path:
@@ -24,7 +24,7 @@ def test_what_a_living_process_writes_is_not_abandoned_however_old(tmp_path: Pat
 
 
 def test_what_a_dead_process_wrote_is_abandoned_at_once(tmp_path: Path) -> None:
-    code = "from megatron_zpp.monitor.owner import own_token; print(own_token())"
+    code = "from megatron_zpp.system.owner import own_token; print(own_token())"
     token = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert is_abandoned(tmp_path, token)
 

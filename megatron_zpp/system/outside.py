@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_zpp.config.near_names import nearest_file
+from megatron_zpp.system.near_names import nearest_file
+from megatron_zpp.system.user_error import UserError
 
 SETTINGS_BYTES = 64 << 20  # of a file that a person writes, such as a list of corpora
 VOCABULARY_BYTES = 1 << 30
@@ -71,7 +72,7 @@ class OutsideFile:
     path: Path
     name: str
     remedy: str = ""
-    error: Callable[[str], Exception] = ValueError
+    error: Callable[[str], Exception] = UserError
     most_bytes: int = SETTINGS_BYTES
     follows_links: bool = True
 

@@ -12,7 +12,7 @@ from megatron_zpp.checkpoint.durable import write_durably
 from megatron_zpp.data.build_once import atomic_write
 from megatron_zpp.data.preprocess.indexed_writer import open_partial
 from megatron_zpp.data.preprocess.journal import Journal, Progress
-from megatron_zpp.monitor.output_file import kept_file, named_output, new_file
+from megatron_zpp.system.output_file import kept_file, named_output, new_file
 
 
 def write_new(path: Path) -> None:

@@ -6,7 +6,7 @@ import time
 import pytest
 from harness.patience import PATIENCE_SECONDS
 
-from megatron_zpp.monitor.heartbeat import beating
+from megatron_zpp.system.heartbeat import beating
 
 
 def test_it_beats_while_the_block_runs_and_not_after_it() -> None:

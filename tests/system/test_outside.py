@@ -13,8 +13,8 @@ import pytest
 from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.deepspeed import read_object
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.outside import MOST_DEPTH, Members, OutsideFile, open_regular
 from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.system.outside import MOST_DEPTH, Members, OutsideFile, open_regular
 
 
 def outside(path: Path, **options: object) -> OutsideFile:
