@@ -7,12 +7,11 @@ samples, S is a rank's tokens outside `mixed`; inside, a rank has all tokens and
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.model.attention_kernel import attend, queries_per_group
+from megatron_zpp.model.blueprint import Blueprint
 from megatron_zpp.model.chunks import recomputes_attention
 from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.document_attention import Documents
@@ -20,8 +19,6 @@ from megatron_zpp.model.linear import make_linear
 from megatron_zpp.model.norm import make_norm
 from megatron_zpp.model.recompute import recomputed
 from megatron_zpp.model.rotary import Rotation
-from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.tensor_parallel.head_exchange import HeadExchange
 
 
@@ -32,20 +29,20 @@ class Attention(nn.Module):
     rows. See model/shapes.py.
     """
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None, context: ContextLink | None) -> None:
+    def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
-        config = shape.config
+        config, dtype = blueprint.config, blueprint.dtype
         self.head_channels = config.kv_channels
-        self.queries_per_group = queries_per_group(config, shape.tensor_ranks * (1 if context is None else context.ranks))
-        self.exchange = None if context is None else _head_exchange(shape, context)
+        self.queries_per_group = queries_per_group(config, blueprint.shape.tensor_ranks * blueprint.context_ranks)
+        self.exchange = _head_exchange(blueprint)
         self.backend = config.attention_backend
         self.dropout = config.attention_dropout
         self.is_recomputed = recomputes_attention(config)
-        self.qkv = make_linear(shape, Role.QKV, dtype, tensor)  # weight: [K (M + 2) D, H]
+        self.qkv = make_linear(blueprint, Role.QKV)  # weight: [K (M + 2) D, H]
         self.query_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
         self.key_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
         product = F.linear if self.exchange is None else self.exchange.linear
-        self.projection = make_linear(shape, Role.PROJECTION, dtype, tensor, product)  # weight: [H, N D]
+        self.projection = make_linear(blueprint, Role.PROJECTION, product)  # weight: [H, N D]
 
     def forward(self, hidden_BSH: Tensor, documents: Documents | None = None, rotation: Rotation | None = None) -> Tensor:
         qkv_BSX = self.qkv(hidden_BSH)
@@ -81,7 +78,10 @@ class Attention(nn.Module):
         return query_BNSD, key_BKSD, value_BKSD
 
 
-def _head_exchange(shape: ModelShape, context: ContextLink) -> HeadExchange:
-    """The exchange of the heads of one tensor rank."""
-    config, queries = shape.config, queries_per_group(shape.config, shape.tensor_ranks)
-    return HeadExchange(context, config.num_attention_heads // (shape.tensor_ranks * queries), queries, config.kv_channels)
+def _head_exchange(blueprint: Blueprint) -> HeadExchange | None:
+    """The exchange of the heads of one tensor rank; None if ranks have samples whole."""
+    if blueprint.context is None:
+        return None
+    config, tensor_ranks = blueprint.config, blueprint.shape.tensor_ranks
+    queries = queries_per_group(config, tensor_ranks)
+    return HeadExchange(blueprint.context, config.num_attention_heads // (tensor_ranks * queries), queries, config.kv_channels)

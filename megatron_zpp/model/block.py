@@ -8,41 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.model.attention import Attention
+from megatron_zpp.model.blueprint import Blueprint
 from megatron_zpp.model.document_attention import Documents
 from megatron_zpp.model.mlp import MLP
 from megatron_zpp.model.norm import make_norm
 from megatron_zpp.model.randomness import UnitRandomness
 from megatron_zpp.model.rotary import Rotation
-from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.ops.dropout import dropout
-from megatron_zpp.tensor_parallel.context import TensorParallel
 
 
 class Block(nn.Module):
     """Attention and MLP, each after a norm and inside a residual connection (pre-norm, as in GPT-2)."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        block_index: int,
-        seed: int,
-        dtype: torch.dtype,
-        tensor: TensorParallel | None = None,
-        context: ContextLink | None = None,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint, block_index: int) -> None:
         super().__init__()
-        config = shape.config
+        config, dtype = blueprint.config, blueprint.dtype
         self.attention_norm = make_norm(config, config.hidden_size, dtype)
-        self.attention = Attention(shape, dtype, tensor, context)
+        self.attention = Attention(blueprint)
         self.mlp_norm = make_norm(config, config.hidden_size, dtype)
-        self.mlp = MLP(shape, dtype, tensor)
+        self.mlp = MLP(blueprint)
         self.hidden_dropout, self.attention_dropout = config.hidden_dropout, config.attention_dropout
-        self.randomness = UnitRandomness(seed, unit_index=block_index + 1, tensor=tensor, context=context)
+        self.randomness = UnitRandomness(blueprint.seed, block_index + 1, blueprint.tensor, blueprint.context)
 
     def forward(
         self, hidden_BSH: Tensor, first_sample: int, documents: Documents | None = None, rotation: Rotation | None = None

@@ -9,12 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.context_link import ContextLink
+from megatron_zpp.model.blueprint import Blueprint
 from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.randomness import UnitRandomness
-from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.ops.dropout import dropout
-from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.tensor_parallel.regions import leave
 from megatron_zpp.tensor_parallel.vocabulary import DividedTable
 
@@ -22,22 +20,15 @@ from megatron_zpp.tensor_parallel.vocabulary import DividedTable
 class Embedding(nn.Module):
     """Word embedding, plus a position embedding if positions are learned, then dropout. Without position ids, positions count from 0."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        seed: int,
-        dtype: torch.dtype,
-        tensor: TensorParallel | None = None,
-        context: ContextLink | None = None,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
-        config = shape.config
+        config, tensor, context = blueprint.config, blueprint.tensor, blueprint.context
         self.tensor = tensor
         self.token_parts, self.own_token_part = (1, 0) if context is None else (context.ranks, context.rank)
-        self.word = _table(shape, Role.WORD, dtype, tensor)  # weight: [V, H]
-        self.position = _table(shape, Role.POSITION, dtype, tensor) if config.learns_positions else None  # weight: [P, H]
+        self.word = _table(blueprint, Role.WORD)  # weight: [V, H]
+        self.position = _table(blueprint, Role.POSITION) if config.learns_positions else None  # weight: [P, H]
         self.dropout = config.hidden_dropout
-        self.randomness = UnitRandomness(seed, unit_index=0, tensor=tensor, context=context)
+        self.randomness = UnitRandomness(blueprint.seed, 0, tensor, context)
 
     def forward(self, tokens_BQ: Tensor, first_sample: int, position_ids_BS: Tensor | None = None) -> Tensor:
         hidden_BQH = self.word(tokens_BQ)
@@ -65,9 +56,9 @@ class Embedding(nn.Module):
         return position_XQH
 
 
-def _table(shape: ModelShape, role: Role, dtype: torch.dtype, tensor: TensorParallel | None) -> nn.Embedding | DividedTable:
-    rows, width = shape.weight(role).local_shape
-    if tensor is not None:
-        return DividedTable(rows, width, tensor.link, dtype=dtype)
+def _table(blueprint: Blueprint, role: Role) -> nn.Embedding | DividedTable:
+    rows, width = blueprint.shape.weight(role).local_shape
+    if blueprint.tensor is not None:
+        return DividedTable(rows, width, blueprint.tensor.link, dtype=blueprint.dtype)
     # nn.Embedding's own constructor draws normal values; on the meta device that is useless and costs a second of imports.
-    return nn.Embedding.from_pretrained(torch.empty(rows, width, dtype=dtype), freeze=False)
+    return nn.Embedding.from_pretrained(torch.empty(rows, width, dtype=blueprint.dtype), freeze=False)

@@ -5,16 +5,16 @@ B micro-batch size, S tokens per sample, H hidden size, V padded vocabulary.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_zpp.model.blueprint import Blueprint
 from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.linear import make_linear
 from megatron_zpp.model.norm import make_norm
-from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.tensor_parallel.regions import enter, gathered_channels
 from megatron_zpp.tensor_parallel.vocabulary import DividedRows
 
@@ -22,14 +22,14 @@ from megatron_zpp.tensor_parallel.vocabulary import DividedRows
 class Final(nn.Module):
     """Final norm, output projection and loss; it has a head of its own only if the output is untied."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None) -> None:
+    def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
-        config = shape.config
-        self.tensor = tensor
+        config = blueprint.config
+        self.tensor = blueprint.tensor
         self.loss_chunk_tokens = config.loss_chunk_tokens
-        self.norm = make_norm(config, config.hidden_size, dtype)
+        self.norm = make_norm(config, config.hidden_size, blueprint.dtype)
         if config.untie_embeddings_and_output_weights:
-            self.head = make_linear(shape, Role.HEAD, dtype)  # weight: [V, H]
+            self.head = make_linear(replace(blueprint, tensor=None), Role.HEAD)  # only its weight is used: [V, H]
 
     def forward(self, hidden_BSH: Tensor, tied_weight_VH: Tensor | None, labels_BS: Tensor | None) -> Tensor:
         """loss_BS in fp32, or logits_BSV in the model's dtype if there are no labels.

@@ -17,6 +17,7 @@ from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.attention_kernel import HeadShape, head_shape_of
 from megatron_zpp.model.block import Block
+from megatron_zpp.model.blueprint import Blueprint
 from megatron_zpp.model.chunks import recomputed_chunks
 from megatron_zpp.model.document_attention import Documents, separated
 from megatron_zpp.model.embedding import Embedding
@@ -54,13 +55,14 @@ class GPT(nn.Module):
         self.seed = seed
         part = (1, 0, False) if tensor is None else (tensor.link.ranks, tensor.link.rank, tensor.sequence_parallel)
         self._shape = ModelShape(model_config, padded_vocab_size, *part)
-        self._context_ranks = 1 if context is None else context.ranks
+        blueprint = Blueprint(self._shape, seed, dtype, tensor, context)
+        self._context_ranks = blueprint.context_ranks
         self._kept_inputs: KeptInputs | None = None
         self.rotary = RotaryPositions(model_config) if model_config.position_embedding_type == "rope" else None
         with torch.device("meta"):
-            self.embedding = Embedding(self._shape, seed, dtype, tensor, context)
-            self.blocks = nn.ModuleList(Block(self._shape, index, seed, dtype, tensor, context) for index in range(model_config.num_layers))
-            self.final = Final(self._shape, dtype, tensor)
+            self.embedding = Embedding(blueprint)
+            self.blocks = nn.ModuleList(Block(blueprint, index) for index in range(model_config.num_layers))
+            self.final = Final(blueprint)
 
     def forward(
         self,

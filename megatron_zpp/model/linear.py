@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_zpp.model.blueprint import Blueprint
 from megatron_zpp.model.divisions import RULES, Cut, Role
-from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.tensor_parallel.layers import ColumnLinear, Product, ProductLinear, RowLinear
 
 
-def make_linear(
-    shape: ModelShape, role: Role, dtype: torch.dtype, tensor: TensorParallel | None = None, product: Product = F.linear
-) -> nn.Linear:
+def make_linear(blueprint: Blueprint, role: Role, product: Product = F.linear) -> nn.Linear:
     """The linear layer of a role, with the rank's part of its weight and of its bias if it has one.
 
-    tensor: None if layers are whole. product: what multiplies, for a layer that is whole or ends a divided one.
+    product: what multiplies, for a layer that is whole or ends a divided one.
     """
+    shape, dtype, tensor = blueprint.shape, blueprint.dtype, blueprint.tensor
     rows, columns = shape.weight(role).local_shape
     has_bias = shape.bias(role) is not None
     if tensor is None:

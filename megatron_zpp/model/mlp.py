@@ -13,20 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.blueprint import Blueprint
 from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.linear import make_linear
-from megatron_zpp.model.shapes import ModelShape, up_role
-from megatron_zpp.tensor_parallel.context import TensorParallel
+from megatron_zpp.model.shapes import up_role
 
 
 class MLP(nn.Module):
     """Linear, activation, linear. The activation is GELU, squared ReLU, or SwiGLU; for SwiGLU `up` has twice the rows."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None) -> None:
+    def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
-        self.activation = activation_of(shape.config)
-        self.up = make_linear(shape, up_role(shape.config), dtype, tensor)  # weight: [F, H] or [2 F, H]
-        self.down = make_linear(shape, Role.DOWN, dtype, tensor)  # weight: [H, F]
+        self.activation = activation_of(blueprint.config)
+        self.up = make_linear(blueprint, up_role(blueprint.config))  # weight: [F, H] or [2 F, H]
+        self.down = make_linear(blueprint, Role.DOWN)  # weight: [H, F]
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         return self.down(self.activation(self.up(hidden_BSH)))
