@@ -137,7 +137,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
     save_lock.take(world, printer.on_first)
     with world.agreement():
         instruments = make_instruments(config, world.device, world.rank)
-    ladder = setup.build_ladder(config, world, instruments)
+    links = setup.build_links(config, world, instruments)
     about_host = share_cores(config, world, hosts)
     memory = startup_checks.available_memory(world, hosts)
     source = start.find_resume_source(config, world)
@@ -147,8 +147,8 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         config = start.with_earlier_samples(config, given, source.stored, launch)
         config, about_rules = with_kept_rules(with_schedule(config, source.stored), source.stored)
         vocabulary = setup.build_vocabulary(config)
-        model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder)
-    startup_checks.check_memory(config, vocabulary.padded_size, ladder.grid, world, memory)
+        model = setup.build_model(config, vocabulary.padded_size, source.stored, links)
+    startup_checks.check_memory(config, vocabulary.padded_size, links.grid, world, memory)
     with world.agreement("preparing data", printer.on_first):
         data_progress = setup.progress_printer(launch, hosts[launch.rank], printer)
         is_first_here = launch.local_rank == 0
@@ -159,15 +159,15 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         check_same_data(vocabulary, datasets.sources)
         startup_checks.check_save_is_shared(config, world)
         kernels = prepare_kernels(config, world.device, hosts)
-        about_model = setup.describe_run(config, ladder, vocabulary.size, model)
+        about_model = setup.describe_run(config, links, vocabulary.size, model)
         about_device = startup_checks.about_device(config, world.device)
         lines = [*about_model, about_device, about_host, kernels, *about_rules, *datasets.messages]
         printer.on_first("\n".join(filter(None, lines)))
         printer.milestone("after dataloaders are built")
-        engine = setup.build_engine(config, model, ladder, instruments)
+        engine = setup.build_engine(config, model, links, instruments)
         with world.agreement():
             progress = start.load_progress(config, engine, source)
-            config = start.with_remaining_batches(config, progress, ladder.grid.sample_groups)
+            config = start.with_remaining_batches(config, progress, links.grid.sample_groups)
         here = reading_of_run(config, vocabulary, datasets, progress.consumed_samples)
         about_data: list[str] = []
         if source.stored is not None:

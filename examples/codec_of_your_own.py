@@ -78,7 +78,7 @@ def train(model: nn.Module, options: EngineOptions, backend: Backend) -> str:
         engine.backward(loss)
         engine.step(learning_rate=3e-3)
         losses.append(engine.gather_world(loss.detach().view(1)).mean().item())
-    ledger = engine.ladder.ledger
+    ledger = engine.links.ledger
     entering = ledger.inter_node_bytes(ledger.total(Category.WEIGHTS, Category.GRADIENTS)) // STEPS
     engine.close()
     return f"{entering} bytes into a node per step, loss {losses[0]:.4f} to {losses[-1]:.4f}"

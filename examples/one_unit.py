@@ -108,7 +108,7 @@ def train(backend: Backend) -> Step:
     engine.finish_gradients()
     mean = engine.gradients[0].total[:OWN].clone()
     norm = engine.update(LEARNING_RATE).grad_norm
-    received = {category: engine.ladder.ledger.total(category) for category in (Category.WEIGHTS, Category.GRADIENTS)}
+    received = {category: engine.links.ledger.total(category) for category in (Category.WEIGHTS, Category.GRADIENTS)}
     step = Step(recording.sent, unit.seen, mean, norm, engine.units[0].main_weight[:OWN].clone(), received)
     engine.close()
     return step

@@ -46,7 +46,7 @@ def main() -> None:
         if engine.rank == 0 and (step % 5 == 4 or step == 0):
             print(f"step {step + 1:2d}: loss {mean_loss:.4f}")
 
-    traffic = engine.ladder.ledger.total(Category.WEIGHTS, Category.GRADIENTS)
+    traffic = engine.links.ledger.total(Category.WEIGHTS, Category.GRADIENTS)
     weights = dict(full_weights(engine))  # the state dict of the module, which every rank helps to gather
     if engine.rank == 0:
         nbytes = engine.state_bytes().device

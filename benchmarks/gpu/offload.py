@@ -137,7 +137,7 @@ def train(outcome: Outcome, place: Place, flags: str) -> Trained:
     )
     peak, planned = read_memory(place.device).max_allocated_bytes, session.need.beside(session.need.device).total
     if place.is_gpu:
-        pinned = session.engine.ladder.host_link.pinned_bytes
+        pinned = session.engine.links.host_link.pinned_bytes
         outcome.check(f"{pinned:,} bytes of the host are pinned as planned", holds=pinned == on_host.get(PINNED, 0))
         outcome.check(
             f"the peak of {peak:,} bytes is at most {1 + PLAN_SLACK:.0%} of the planned {planned:,}",

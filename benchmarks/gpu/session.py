@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_zpp.comm.backend import Backend, TorchBackend
 from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.streams import Streams, streams_of
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
@@ -64,10 +64,10 @@ class Session:
         check_backends(self.config, self.place.device)
         self.padded_vocab = setup.build_vocabulary(self.config).padded_size
         ledger = Ledger(grid, self.place.backend.rank)
-        ladder = Ladder(self.place.backend, self.place.lanes, ledger, self.place.device, self.place.streams)
-        self.model: GPT = setup.build_model(self.config, self.padded_vocab, None, ladder)
+        links = Links(self.place.backend, self.place.lanes, ledger, self.place.device, self.place.streams)
+        self.model: GPT = setup.build_model(self.config, self.padded_vocab, None, links)
         instruments = Instruments(Timers(0, clock_of(self.place.device)), self.observer)
-        self.engine: ZeroEngine = setup.build_engine(self.config, self.model, ladder, instruments)
+        self.engine: ZeroEngine = setup.build_engine(self.config, self.model, links, instruments)
         self.microbatches = self.config.training.global_batch_size // (self.config.training.micro_batch_size * grid.sample_groups)
 
     @cached_property

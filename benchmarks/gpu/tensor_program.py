@@ -24,7 +24,7 @@ from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.monitor.timers import clock_of
@@ -65,10 +65,10 @@ def main(file: Path) -> None:
 
 def link_of(place: RankPlace) -> TensorLink:
     """The tensor link of this rank."""
-    ladder = Ladder(place.backend, place.lanes, Ledger(place.backend.grid, place.backend.rank), place.device, place.streams)
-    if ladder.tensor_link is None:
+    links = Links(place.backend, place.lanes, Ledger(place.backend.grid, place.backend.rank), place.device, place.streams)
+    if links.tensor_link is None:
         raise RuntimeError("there is no tensor link in a world of one ladder")
-    return ladder.tensor_link
+    return links.tensor_link
 
 
 def compare_sums(place: RankPlace) -> tuple[list[str], int]:

@@ -17,7 +17,7 @@ from loss_study.text import VOCABULARY, Text
 from loss_study.turns import InlineLanes, TurnWorld
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
@@ -117,7 +117,7 @@ class _Rank:
         dtype = working_dtype(config.precision)
         self._model = GPT(config.model, VOCABULARY, config.training.seed, dtype)
         self._ledger = Ledger(backend.grid, backend.rank)
-        ladder = Ladder(backend, InlineLanes(), self._ledger, torch.device("cpu"))
+        links = Links(backend, InlineLanes(), self._ledger, torch.device("cpu"))
         optimizer = config.optimizer
         options = EngineOptions(
             policy=setting.change(choose_policy(config.zero)),
@@ -128,7 +128,7 @@ class _Rank:
             noise_seed=config.training.seed,
             make_codec=setting.make_codec,
         )
-        self._engine = ZeroEngine(self._model, self._model.unit_specs(), self._model.uses(), options, ladder)
+        self._engine = ZeroEngine(self._model, self._model.unit_specs(), self._model.uses(), options, links)
 
     def train(self, train_iters: int) -> _OfRank:
         result = _OfRank()

@@ -42,13 +42,13 @@ class OurTraining:
     def __init__(self, flags: Sequence[str], launch: Launch, world: World) -> None:
         config = resolve(parse_flags(flags), launch.world_size, launch.local_world_size)
         instruments = make_instruments(config, world.device, launch.rank)
-        self._ladder = setup.build_ladder(config, world, instruments)
-        self.lanes = StopwatchLanes(self._ladder.lanes)
-        self._ladder.lanes = self.lanes
+        self._links = setup.build_links(config, world, instruments)
+        self.lanes = StopwatchLanes(self._links.lanes)
+        self._links.lanes = self.lanes
         prepare_kernels(config, world.device, world.hosts())
         padded_vocab = setup.build_vocabulary(config).padded_size
-        self._model = setup.build_model(config, padded_vocab, None, self._ladder)
-        self._engine = setup.build_engine(config, self._model, self._ladder, instruments)
+        self._model = setup.build_model(config, padded_vocab, None, self._links)
+        self._engine = setup.build_engine(config, self._model, self._links, instruments)
         self._batches = same_batches(config, range(self._engine.data_rank, launch.world_size, self._engine.data_ranks))
         self._microbatches = microbatches(config, self._engine.data_ranks)
         self._learning_rate, self._weight_decay = config.optimizer.lr, config.optimizer.weight_decay
@@ -62,11 +62,11 @@ class OurTraining:
 
     def drain(self) -> None:
         """Returns once the climbs that a step submits for the next one have landed too."""
-        self._ladder.lanes.drain()
+        self._links.lanes.drain()
 
     def node_bytes(self) -> dict[str, int]:
         """Bytes that entered this rank's node since the start, by the ledger: weights and gradients (promised), and the rest (control)."""
-        ledger = self._ladder.ledger
+        ledger = self._links.ledger
         promised = ledger.inter_node_bytes(ledger.total(*PROMISED))
         return {"promised": promised, "control": ledger.inter_node_bytes(ledger.total(*Category)) - promised}
 

@@ -36,7 +36,7 @@ def manifest_of(engine: ZeroEngine, progress: Progress, flags: Mapping[str, Any]
     flags: the resolved configuration by group, and the padded vocabulary.
     """
     engine.finish_updates()
-    grid = engine.ladder.grid
+    grid = engine.links.grid
     states = dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE)
     if with_moments and engine.keeps_copies:
         states[KEPT_WEIGHT] = ELEMENT_TYPES[engine.options.dtype]

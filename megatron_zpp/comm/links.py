@@ -66,7 +66,7 @@ class Climb:
             self.codecs.inter.recode_mean_into(arrived.unsqueeze(0), self.codecs.intra, payloads, self.runs)
 
 
-class Ladder:
+class Links:
     """One rank's links inside its node and between nodes: makes the hops of climbs and descents and submits them to their lanes.
 
     streams: those that `lanes` use; by default those of `device`. waits: of the tensor and the context link; lanes have their own.
@@ -213,15 +213,15 @@ class Ladder:
 class _Exchange:
     """The payloads of one descent over one link: this rank sends `slices` of them, an equal share to each member, and receives as many."""
 
-    def __init__(self, ladder: Ladder, lane: Lane, codec: Codec, runs: Runs, slices: int) -> None:
-        self._ladder = ladder
+    def __init__(self, links: Links, lane: Lane, codec: Codec, runs: Runs, slices: int) -> None:
+        self._links = links
         self._lane = lane
         self._codec = codec
-        self._members = ladder.topology.link_ranks(lane.link)
+        self._members = links.topology.link_ranks(lane.link)
         self._slices = slices
         self._payload_bytes = codec.payload_bytes(runs)
         self._buffers: list[Tensor] = []
-        self.traffic = ladder.ledger.measure(lane.link, slices // self._members * self._payload_bytes)
+        self.traffic = links.ledger.measure(lane.link, slices // self._members * self._payload_bytes)
 
     def prepare(self, encode: Callable[[Tensor], None]) -> None:
         """Calls `encode` with the payloads [slices, payload_bytes] to fill."""
@@ -232,14 +232,14 @@ class _Exchange:
         """Starts the exchange of what was prepared."""
         self._buffers.append(self._take())
         sent, received = self._buffers
-        return self._ladder.backend.exchange(self._lane, received, sent)
+        return self._links.backend.exchange(self._lane, received, sent)
 
     def received(self) -> Tensor:
         """[members, slices / members, payload_bytes], once the exchange has ended."""
         return self._buffers[1].view(self._members, -1, self._payload_bytes)
 
     def _take(self) -> Tensor:
-        return self._ladder.staging.take(self._slices * self._payload_bytes)
+        return self._links.staging.take(self._slices * self._payload_bytes)
 
     def land(self, mean: Regions, accumulate: bool) -> None:
         self._codec.decode_mean_into(self.received(), mean, accumulate=accumulate)
@@ -247,7 +247,7 @@ class _Exchange:
 
     def release(self) -> None:
         for buffer in self._buffers:
-            self._ladder.staging.give(buffer)
+            self._links.staging.give(buffer)
         self._buffers = []
 
 

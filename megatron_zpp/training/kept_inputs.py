@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.comm.kept_places import NewPlaces, make_places
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.tensor_link import padded_part_numel
 from megatron_zpp.config.schema import Config, ModelConfig
 from megatron_zpp.model.chunks import recomputed_chunks
@@ -40,9 +40,9 @@ def kept_inputs_shape(
     return KeptInputsShape(len(recomputed_chunks(config)), numel, tensor_ranks if config.partition_activations else 1)
 
 
-def build_kept_inputs(config: Config, dtype: torch.dtype, ladder: Ladder) -> KeptInputs | None:
+def build_kept_inputs(config: Config, dtype: torch.dtype, links: Links) -> KeptInputs | None:
     """Allocates its memory, if it is to last. Returns None if the graph of autograd keeps the inputs. dtype: of activations."""
-    model, grid = config.model, ladder.grid
+    model, grid = config.model, links.grid
     shape = kept_inputs_shape(
         model,
         config.training.micro_batch_size,
@@ -52,14 +52,14 @@ def build_kept_inputs(config: Config, dtype: torch.dtype, ladder: Ladder) -> Kep
     )
     if shape.chunks == 0:
         return None
-    link = ladder.tensor_link if shape.ranks > 1 else None
+    link = links.tensor_link if shape.ranks > 1 else None
     if model.checkpoint_in_cpu or model.contiguous_checkpointing:
         places = make_places(
             shape.chunks,
             shape.part_numel(dtype.itemsize),
             dtype,
-            ladder.device,
-            streams=ladder.streams,
+            links.device,
+            streams=links.streams,
             on_host=model.checkpoint_in_cpu,
         )
         return KeptInputs(places, link)

@@ -53,7 +53,7 @@ class Reporter:
         self._timers = writers.instruments.timers
         self._tally = tally
         self._final_evaluations = final_evaluations
-        self._traffic = StepTraffic(engine.ladder.ledger)
+        self._traffic = StepTraffic(engine.links.ledger)
         self._choice = _choice(config.logging)
         self._peak_tflops = config.logging.device_peak_tflops or _known_peak(config, engine.device)
         self._since_line, self._since_point = Interval(), Interval()

@@ -23,7 +23,7 @@ class SameSamples:
     """
 
     def __init__(self, engine: ZeroEngine) -> None:
-        grid = engine.ladder.grid
+        grid = engine.links.grid
         self._group = grid.context_ranks * grid.tensor_ranks  # neighbouring ranks that read the same samples
         self._engine = engine
         self._checksum = 0  # of all micro-batches so far
@@ -68,7 +68,7 @@ class SameSamples:
             self._compare(checksums, _of_all)
 
     def _compare(self, rows: Sequence[Row], in_words: Callable[[Row], str]) -> None:
-        grid = self._engine.ladder.grid
+        grid = self._engine.links.grid
         for rank, row in enumerate(rows):
             first = rank - rank % self._group
             if row != rows[first]:

@@ -10,7 +10,7 @@ from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.comm.waits import Waits
@@ -49,8 +49,8 @@ class Vocabulary(NamedTuple):
     eod: int
 
 
-def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladder:
-    """Ladder of this rank: both links, with process groups of their own. Every rank must call it.
+def build_links(config: Config, world: World, instruments: Instruments) -> Links:
+    """The links of this rank, with process groups of their own. Every rank must call it.
 
     On a GPU they are connected at once, because NCCL would do it in the first step, and its buffers would not be in what is free.
     """
@@ -65,7 +65,7 @@ def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladd
     if instruments.observes_hops:
         lanes = ObservedLanes(lanes, instruments.observer)
         waits = Waits(world.check_others, instruments.observer)
-    return Ladder(backend, lanes, Ledger(grid, world.rank), world.device, streams, waits)
+    return Links(backend, lanes, Ledger(grid, world.rank), world.device, streams, waits)
 
 
 def build_vocabulary(config: Config) -> Vocabulary:
@@ -110,14 +110,14 @@ def build_run_data(
     return datasets
 
 
-def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, ladder: Ladder) -> GPT:
+def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, links: Links) -> GPT:
     """Model without storage, of this rank's parts of the layers. Its links are those of the ladder.
 
     Raises FlagError if the vocabulary does not divide among them, and CheckpointError if `stored` lacks what the run takes from it.
     """
-    link = ladder.tensor_link
+    link = links.tensor_link
     tensor = TensorParallel(link, config.distributed.sequence_parallel) if link is not None else None
-    model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision), tensor, ladder.context_link)
+    model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision), tensor, links.context_link)
     if stored is not None:
         stored.check_contents(config, model.unit_specs())
     if config.training.compile:
@@ -125,13 +125,13 @@ def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, lad
     return model
 
 
-def build_engine(config: Config, model: GPT, ladder: Ladder, instruments: Instruments) -> ZeroEngine:
+def build_engine(config: Config, model: GPT, links: Links, instruments: Instruments) -> ZeroEngine:
     """Engine that shards the model. It allocates the storage of the model, and of kept inputs of recomputed chunks if it is to last."""
-    kept_inputs = build_kept_inputs(config, working_dtype(config.precision), ladder)
+    kept_inputs = build_kept_inputs(config, working_dtype(config.precision), links)
     if kept_inputs is not None:
         model.keep_inputs(kept_inputs)
     options = engine_options(config, instruments.observer)
-    return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, _loss_scaler(config.precision))
+    return ZeroEngine(model, model.unit_specs(), model.uses(), options, links, _loss_scaler(config.precision))
 
 
 def engine_options(config: Config, observer: Observer) -> EngineOptions:
@@ -168,9 +168,9 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
     return torch.float16 if precision.fp16 else torch.float32
 
 
-def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) -> list[str]:
+def describe_run(config: Config, links: Links, vocab_size: int, model: GPT) -> list[str]:
     """Lines that describe the world, the backends, the vocabulary and the model."""
-    grid, device, padded = ladder.grid, ladder.device, model.padded_vocab_size
+    grid, device, padded = links.grid, links.device, model.padded_vocab_size
     context = f"context-parallel size: {grid.context_ranks}, " if grid.context_ranks > 1 else ""
     nodes = f"{counted(grid.nodes, 'node')} x {counted(grid.ranks_per_node, 'rank')}"
     lines = [

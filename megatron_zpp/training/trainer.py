@@ -46,7 +46,7 @@ class Trainer:
         self._iterations_to_skip = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._bad_iterations = BadIterations()
         self._reason_for_stopping: str | None = None
-        grid, size = engine.ladder.grid, config.training.micro_batch_size
+        grid, size = engine.links.grid, config.training.micro_batch_size
         group, groups = grid.sample_group_of(engine.rank), grid.sample_groups
         part = TokenPart(grid.context_rank_of(engine.rank), grid.context_ranks)
         sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, size, group, groups)
@@ -194,7 +194,7 @@ class Trainer:
 
     def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
         """Evaluates, prints the mean loss and returns it."""
-        self._engine.ladder.lanes.drain()  # may fork data workers, which is safe only while no other thread works
+        self._engine.links.lanes.drain()  # may fork data workers, which is safe only while no other thread works
         if held_out.batches.starts_workers:
             self._saver.finish()  # a worker would keep open what the save writes, and with it the disk space after --keep-last deletes it
         with self._garbage.evaluation(), self._engine.options.observer.phase("eval-time"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -51,65 +51,65 @@ class ZeroEngine:
         unit_specs: Sequence[UnitSpec],
         uses: Sequence[Use],
         options: EngineOptions,
-        ladder: Ladder,
+        links: Links,
         loss_scaler: LossScaler | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         """on_close: ends what was made for this engine alone, such as process groups. `close` calls it."""
         self.module = module
-        self.ladder = ladder
-        self.options = replace(options, policy=options.policy.in_world(ladder.topology))
+        self.links = links
+        self.options = replace(options, policy=options.policy.in_world(links.topology))
         self.loss_scaler = loss_scaler or ConstantLossScaler()
         self.units: list[WeightUnit] = []
         self.gradients: list[UnitGradient] = []
         for spec in unit_specs:
             self._add_unit(spec)
-        self._home = ladder.home(is_host=self.options.policy.optimizer is Rung.HOST)
+        self._home = links.home(is_host=self.options.policy.optimizer is Rung.HOST)
         actions = training_schedule(uses, options.prefetch).values()
         groups = update_groups([unit.name for unit in self.units], actions, at_once=self._home.runs_behind)
         self.optimizer = ShardedAdamW(self.units, self.gradients, groups, options.adam, self._home.link)
         self._progress = GradientProgress()
-        parts = (self.units, self.gradients, self.options, ladder)
+        parts = (self.units, self.gradients, self.options, links)
         self._pass = TrainingPass(module, uses, *parts, self._progress, before_climb=self.optimizer.later.reach)
         self._step = OptimizerStep(*parts, self.optimizer, self._home, self._pass, self.loss_scaler)
         self._on_close = on_close
         self._is_closed = False
 
     def _add_unit(self, spec: UnitSpec) -> None:
-        ladder, policy, dtype = self.ladder, self.options.policy, self.options.dtype
-        layout = FlatLayout(spec.params, ladder.topology.data_ranks, self.options.block_numel)
+        links, policy, dtype = self.links, self.options.policy, self.options.dtype
+        layout = FlatLayout(spec.params, links.topology.data_ranks, self.options.block_numel)
         weight_codecs, gradient_codecs = self.options.codecs(iteration=0)
-        unit = WeightUnit(spec, layout, policy, ladder, weight_codecs, dtype)
+        unit = WeightUnit(spec, layout, policy, links, weight_codecs, dtype)
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
         self.units.append(unit)
-        self.gradients.append(UnitGradient(spec.name, layout, policy, ladder, gradient_codecs, dtype))
+        self.gradients.append(UnitGradient(spec.name, layout, policy, links, gradient_codecs, dtype))
 
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
-        return self.ladder.device
+        return self.links.device
 
     @property
     def rank(self) -> int:
         """This process, one of `world_size`."""
-        return self.ladder.backend.rank
+        return self.links.backend.rank
 
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return self.ladder.grid.world_size
+        return self.links.grid.world_size
 
     @property
     def data_rank(self) -> int:
         """This rank of its ladder, one of `data_ranks`."""
-        return self.ladder.data_rank
+        return self.links.data_rank
 
     @property
     def data_ranks(self) -> int:
         """The number of ranks among which a batch is divided."""
-        return self.ladder.topology.data_ranks
+        return self.links.topology.data_ranks
 
     @property
     def iteration(self) -> int:
@@ -209,7 +209,7 @@ class ZeroEngine:
 
     def gather_world(self, own: Tensor) -> Tensor:
         """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it."""
-        return self.ladder.gather_world(own)
+        return self.links.gather_world(own)
 
     def weight_norm(self) -> float:
         """The L2 norm of all main weights; every rank must call it."""

@@ -23,7 +23,7 @@ from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.codecs import LinkCodecs
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.links import Climb, Ladder
+from megatron_zpp.comm.links import Climb, Links
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
 
@@ -39,22 +39,22 @@ class UnitGradient:
     reached: indices of the parameters that this rank's loss has reached in this step.
     """
 
-    def __init__(self, name: str, layout: FlatLayout, policy: Policy, ladder: Ladder, codecs: LinkCodecs, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, layout: FlatLayout, policy: Policy, links: Links, codecs: LinkCodecs, dtype: torch.dtype) -> None:
         self.name = name
         self.layout = layout
         self._policy = policy
-        self._ladder = ladder
+        self._links = links
         self._codecs = codecs
-        topology, own_slice = ladder.topology, ladder.own_slice
+        topology, own_slice = links.topology, links.own_slice
         # A secondary rung holds the slices of the N ranks of a column, in the order of their partitions.
-        own = {Rung.PRIMARY: 0, Rung.SECONDARY: topology.partition_of(ladder.data_rank), Rung.FULL: own_slice}[policy.gradients]
-        self.total = torch.zeros(policy.gradients.slices(topology) * layout.slice_numel, dtype=torch.float32, device=ladder.device)
+        own = {Rung.PRIMARY: 0, Rung.SECONDARY: topology.partition_of(links.data_rank), Rung.FULL: own_slice}[policy.gradients]
+        self.total = torch.zeros(policy.gradients.slices(topology) * layout.slice_numel, dtype=torch.float32, device=links.device)
         self.resting = Regions.of(self.total, layout.runs)
         self.primary = self.resting.slice_at(own)
         self.for_optimizer = self.resting if policy.optimizer is Rung.FULL else self.primary
         self.reached: set[int] = set()
         has_sums = policy.gradients is Rung.FULL or topology.is_one_rank
-        self._collector = _Collector(layout, self.total if has_sums else None, dtype, ladder)
+        self._collector = _Collector(layout, self.total if has_sums else None, dtype, links)
         self._mean_codecs = LinkCodecs.of(LinkCodes(), torch.float32, layout.block_numel)
         self._paddings = tuple(layout.paddings(own_slice, 1))
         self._iteration = 0
@@ -75,38 +75,38 @@ class UnitGradient:
 
     def descend(self, *, is_last_microbatch: bool) -> None:
         """Submits the hops that are due after this micro-batch."""
-        name, ladder = self.name, self._ladder
+        name, links = self.name, self._links
         values = self._collector.complete()
-        if ladder.topology.is_one_rank:
+        if links.topology.is_one_rank:
             return
-        codecs = self._codecs.drawn_for(name, ladder.data_rank, self._iteration, self._microbatch)
-        codecs = codecs.signed_for(ladder.topology, ladder.data_rank, "descend", name, self._iteration, self._microbatch)
+        codecs = self._codecs.drawn_for(name, links.data_rank, self._iteration, self._microbatch)
+        codecs = codecs.signed_for(links.topology, links.data_rank, "descend", name, self._iteration, self._microbatch)
         is_first = self._microbatch == 0
         self._microbatch += 1
         if self._policy.gradients is Rung.FULL:
             if is_last_microbatch:
-                self._hops += ladder.descend(name, codecs, values, self.primary, accumulate=False)
+                self._hops += links.descend(name, codecs, values, self.primary, accumulate=False)
                 self._climb_back()
             return
         if self._policy.gradients is Rung.PRIMARY:
-            self._hops += ladder.descend(name, codecs, values, self.primary, accumulate=not is_first)
+            self._hops += links.descend(name, codecs, values, self.primary, accumulate=not is_first)
             return
-        hop = ladder.descend_to_secondary(name, codecs.intra, values, self.resting, accumulate=not is_first)
+        hop = links.descend_to_secondary(name, codecs.intra, values, self.resting, accumulate=not is_first)
         self._hops.append(hop)
         if is_last_microbatch:
-            self._hops.append(ladder.descend_from_secondary(name, codecs.inter, self.resting, self.primary, accumulate=False, after=hop))
+            self._hops.append(links.descend_from_secondary(name, codecs.inter, self.resting, self.primary, accumulate=False, after=hop))
 
     def finish(self) -> None:
         """Waits for every hop under way, and books its bytes."""
         if not self._hops:
             return  # and keep what has been collected since the last descent
         for hop in self._hops:
-            self._ladder.lanes.wait(hop)
-            self._ladder.ledger.book(Category.GRADIENTS, hop.traffic)
+            self._links.lanes.wait(hop)
+            self._links.ledger.book(Category.GRADIENTS, hop.traffic)
         self._hops = []
         self._collector.release()
         if self._mean_payloads is not None:
-            self._ladder.staging.give(self._mean_payloads)
+            self._links.staging.give(self._mean_payloads)
         self._mean_payloads = None
 
     def clear_padding(self) -> None:
@@ -129,13 +129,13 @@ class UnitGradient:
     def _climb_back(self) -> None:
         if self._policy.optimizer is not Rung.FULL:
             return
-        ladder, codecs, runs = self._ladder, self._mean_codecs, self.layout.runs
+        links, codecs, runs = self._links, self._mean_codecs, self.layout.runs
         climb = Climb(self.name, runs, codecs, lambda payload: codecs.inter.encode_into(self.primary, payload))
         payload_bytes = codecs.inter.payload_bytes(runs)
-        self._mean_payloads = ladder.staging.take(ladder.partitions * payload_bytes)
+        self._mean_payloads = links.staging.take(links.partitions * payload_bytes)
         payloads = self._mean_payloads.view(-1, payload_bytes)
-        secondary = ladder.climb_to_secondary(climb, payloads, self._hops[-1])
-        self._hops += [secondary, ladder.climb_to_full(self.name, codecs.intra, payloads, self.resting, secondary)]
+        secondary = links.climb_to_secondary(climb, payloads, self._hops[-1])
+        self._hops += [secondary, links.climb_to_full(self.name, codecs.intra, payloads, self.resting, secondary)]
 
 
 class _Collector:
@@ -146,13 +146,13 @@ class _Collector:
     cost more.
     """
 
-    def __init__(self, layout: FlatLayout, sums: Tensor | None, dtype: torch.dtype, ladder: Ladder) -> None:
+    def __init__(self, layout: FlatLayout, sums: Tensor | None, dtype: torch.dtype, links: Links) -> None:
         """sums: of the whole unit, [numel] fp32; None if this rank has only those of some slices."""
         self._layout = layout
         self._sums = sums
         self._adds = False  # whether gradients are added to what is there: to the sums of earlier micro-batches of the step
         self._dtype = dtype
-        self._staging = ladder.staging
+        self._staging = links.staging
         self._paddings = tuple(layout.paddings(0, layout.slices))
         self._is_small = tuple(len(param.spec.shape) <= 1 for param in layout.params)
         self._arrived: set[int] = set()

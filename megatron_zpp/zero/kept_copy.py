@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_zpp.comm.codec import Codec, Regions
 from megatron_zpp.comm.codecs import CastCodec, LinkCodecs
 from megatron_zpp.comm.host_link import Home
-from megatron_zpp.comm.links import Climb, Ladder
+from megatron_zpp.comm.links import Climb, Links
 from megatron_zpp.zero.layout import FlatLayout, Range
 
 
@@ -37,25 +37,25 @@ class KeptCopy:
     payloads: [N, payload_bytes] uint8, the same storage as payloads of the intra link; None if the copy is a part of the full rung.
     """
 
-    def __init__(self, name: str, layout: FlatLayout, ladder: Ladder, dtype: torch.dtype, home: Home, full: Tensor | None = None) -> None:
+    def __init__(self, name: str, layout: FlatLayout, links: Links, dtype: torch.dtype, home: Home, full: Tensor | None = None) -> None:
         """full: the full rung [numel], zeros, if the copy rests there. Otherwise the copy has storage of its own."""
         self._name = name
         self._layout = layout
-        self._ladder = ladder
+        self._links = links
         self._link = home.link
         self._codec = CastCodec(dtype)
         self.whole_bytes = self._codec.payload_bytes(layout.runs)
         self.payloads: Tensor | None = None
-        first_slice = ladder.own_slice - ladder.topology.partition_of(ladder.data_rank)
+        first_slice = links.own_slice - links.topology.partition_of(links.data_rank)
         if full is None:
-            self.payloads = torch.zeros(ladder.partitions, self.whole_bytes, dtype=torch.uint8, device=ladder.device)
+            self.payloads = torch.zeros(links.partitions, self.whole_bytes, dtype=torch.uint8, device=links.device)
             self.values = self._codec.regions_of(self.payloads, layout.runs)
         else:
-            self.values = Regions.of(full, layout.runs).slices_at(first_slice, ladder.partitions)
-        self._own_index = ladder.own_slice - first_slice
+            self.values = Regions.of(full, layout.runs).slices_at(first_slice, links.partitions)
+        self._own_index = links.own_slice - first_slice
         self.mirror = home.zeros(layout.slice_numel, dtype) if home.link.copies else None
         self.own = self.values.slice_at(self._own_index) if self.mirror is None else Regions.of(self.mirror, layout.runs)
-        self._paddings = [tuple(layout.paddings(first_slice + index, 1)) for index in range(ladder.partitions)]
+        self._paddings = [tuple(layout.paddings(first_slice + index, 1)) for index in range(links.partitions)]
         self._is_shared = False
         self._own_is_filled = False
 
@@ -69,7 +69,7 @@ class KeptCopy:
 
         main: the main weights of the own slice, [1 slice]. iteration: number of steps done; random codes are drawn from it.
         """
-        name, runs, ladder = self._name, self._layout.runs, self._ladder
+        name, runs, links = self._name, self._layout.runs, self._links
         if codecs.inter == self._codec:
             self.restart()
         if not self._is_shared:
@@ -80,7 +80,7 @@ class KeptCopy:
                 LinkCodecs(self._codec, self._codec),
                 lambda payload: self._link.encode(partial(self._encode_whole, main), payload),
             )
-        signed = codecs.signed_for(ladder.topology, ladder.data_rank, "climb", name, iteration)
+        signed = codecs.signed_for(links.topology, links.data_rank, "climb", name, iteration)
         return Climb(
             name,
             runs,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.codec import Regions
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.ops.apex import apex_member
 from megatron_zpp.ops.device_kind import kind_of
 from megatron_zpp.zero.gradients import UnitGradient
@@ -29,29 +29,29 @@ CHUNK_NUMEL = 1 << 22  # on a CPU, elements are converted to fp64 one chunk at a
 _LARGEST_NUMEL = 1 << 30  # the kernels of torch._foreach_norm count the elements of a tensor in 32 bits
 
 
-def squared_norm(gradients: Sequence[UnitGradient], ladder: Ladder, squared_sums: SquaredSums, numbers: Tensor) -> tuple[Tensor, Tensor]:
+def squared_norm(gradients: Sequence[UnitGradient], links: Links, squared_sums: SquaredSums, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The square of the L2 norm of the mean gradient over all units and slices, [] fp64; every rank must call it.
 
     numbers: [numel] fp64, which the ranks exchange in the same message. Also returns those of every rank, [world_size, numel].
     """
-    return _squared_norm([(gradient.layout, gradient.primary) for gradient in gradients], ladder, squared_sums, numbers)
+    return _squared_norm([(gradient.layout, gradient.primary) for gradient in gradients], links, squared_sums, numbers)
 
 
-def weight_norm(units: Sequence[WeightUnit], ladder: Ladder, squared_sums: SquaredSums) -> float:
+def weight_norm(units: Sequence[WeightUnit], links: Links, squared_sums: SquaredSums) -> float:
     """The L2 norm of the main weights over all units and slices; every rank must call it, and waits."""
-    own = [(unit.layout, unit.main_regions().slice_at(ladder.own_slice - unit.first_slice)) for unit in units]
-    squared, _ = _squared_norm(own, ladder, squared_sums)
+    own = [(unit.layout, unit.main_regions().slice_at(links.own_slice - unit.first_slice)) for unit in units]
+    squared, _ = _squared_norm(own, links, squared_sums)
     return math.sqrt(squared.item())
 
 
 def _squared_norm(
-    units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sums: SquaredSums, numbers: Tensor | None = None
+    units: Sequence[tuple[FlatLayout, Regions]], links: Links, squared_sums: SquaredSums, numbers: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """units: for each unit its layout, and its values in this rank's own slice."""
-    parts = [list(counted_values(layout, own, ladder.own_slice)) for layout, own in units]
-    sums = squared_sums(parts, units[0][1].blocks.device).to(ladder.device)
-    gathered = ladder.gather_world(sums if numbers is None else torch.cat((sums, numbers)))  # [data, tensor, units + numbers] fp64
-    by_slice = gathered[..., : len(units)].unflatten(0, (ladder.partitions, ladder.partition_ranks)).transpose(0, 1)
+    parts = [list(counted_values(layout, own, links.own_slice)) for layout, own in units]
+    sums = squared_sums(parts, units[0][1].blocks.device).to(links.device)
+    gathered = links.gather_world(sums if numbers is None else torch.cat((sums, numbers)))  # [data, tensor, units + numbers] fp64
+    by_slice = gathered[..., : len(units)].unflatten(0, (links.partitions, links.partition_ranks)).transpose(0, 1)
     return _sum_in_order(by_slice.flatten()), gathered[..., len(units) :].flatten(0, 1)
 
 
@@ -67,15 +67,15 @@ def counted_values(layout: FlatLayout, own: Regions, own_slice: int) -> Iterator
             yield own.range(counted_range.start, counted_range.stop)
 
 
-def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> Tensor:
+def count_zeros(gradients: Sequence[UnitGradient], links: Links) -> Tensor:
     """Number of zeros in the mean gradient, without padding, [] fp64 (exact up to 2^53); every rank must call it."""
-    own = torch.zeros(1, dtype=torch.float64, device=ladder.device)
+    own = torch.zeros(1, dtype=torch.float64, device=links.device)
     for gradient in gradients:
-        segments = gradient.layout.segments(ladder.own_slice, 1)
+        segments = gradient.layout.segments(links.own_slice, 1)
         own += sum(segment.stop - segment.start for segment in segments if segment.counted)
-        for part in counted_values(gradient.layout, gradient.primary, ladder.own_slice):
+        for part in counted_values(gradient.layout, gradient.primary, links.own_slice):
             own -= torch.count_nonzero(part)  # padding is zero and adds nothing
-    return ladder.gather_world(own).sum()
+    return links.gather_world(own).sum()
 
 
 def squared_sums_for(device: torch.device, adam_backend: str) -> SquaredSums:

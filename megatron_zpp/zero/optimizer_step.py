@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.host_link import Home, Readout
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.streams import SideStream
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.gradients import UnitGradient
@@ -50,7 +50,7 @@ class OptimizerStep:
         units: Sequence[WeightUnit],
         gradients: Sequence[UnitGradient],
         options: EngineOptions,
-        ladder: Ladder,
+        links: Links,
         optimizer: ShardedAdamW,
         home: Home,
         training_pass: TrainingPass,
@@ -64,14 +64,14 @@ class OptimizerStep:
         self._home = home
         self._pass = training_pass
         self._options = options
-        self._ladder = ladder
+        self._links = links
         self._loss_scaler = loss_scaler
-        self._squared_sums = squared_sums_for(ladder.device, options.adam.backend)
+        self._squared_sums = squared_sums_for(links.device, options.adam.backend)
         self._weight_sums = squared_sums_for(home.device, options.adam.backend)
-        self._shared_gradients = SharedGradients(gradients, ladder, units[0].first_slice, units[0].slices)
-        self._step_calls = StepCalls(gradients, ladder)
+        self._shared_gradients = SharedGradients(gradients, links, units[0].first_slice, units[0].slices)
+        self._step_calls = StepCalls(gradients, links)
         is_enqueued = home.runs_behind and options.adam.skips_on_device
-        self._side = SideStream(ladder.streams) if is_enqueued and ladder.streams is not None else None
+        self._side = SideStream(links.streams) if is_enqueued and links.streams is not None else None
 
     def take_mean(self) -> None:
         """Waits until every descent has landed, makes equal what tensor ranks share, and sets padding to zero."""
@@ -96,17 +96,17 @@ class OptimizerStep:
         These are the square, whether the calls of ranks differ, zeros if they are counted, `report`, and what tells unused parameters.
         """
         with self._options.observer.phase("optimizer-clip-main-grad"):
-            squared, of_ranks = squared_norm(self._gradients, self._ladder, self._squared_sums, self._step_calls.numbers())
+            squared, of_ranks = squared_norm(self._gradients, self._links, self._squared_sums, self._step_calls.numbers())
         differ = self._step_calls.differ(of_ranks)
         squared = squared.masked_fill(differ if refusal is None else differ | refusal, math.nan)
         numbers = [squared.view(1), differ.view(1)]
         if self._options.counts_zeros:
             with self._options.observer.phase("optimizer-count-zeros"):
-                numbers.append(count_zeros(self._gradients, self._ladder).view(1))
+                numbers.append(count_zeros(self._gradients, self._links).view(1))
         if report is not None:
             numbers.append(report)
         numbers.append(self._step_calls.of_unused(of_ranks))
-        return squared, Readout(torch.cat(numbers), self._ladder.streams)
+        return squared, Readout(torch.cat(numbers), self._links.streams)
 
     def _update_ahead(self, squared: Tensor, numbers: Readout, update: Update, side: SideStream) -> StepResult:
         """Enqueues all updates before the host knows the norm: on the device, an update that is skipped changes nothing.
@@ -174,12 +174,12 @@ class OptimizerStep:
         for unit, gradient in zip(self._units, self._gradients, strict=True):
             unit.use_codecs(weight_codecs)
             gradient.use_codecs(gradient_codecs)
-        self._ladder.staging.clear()
+        self._links.staging.clear()
 
     def weight_norm(self) -> float:
         """The L2 norm of all main weights; every rank must call it."""
         self._optimizer.later.finish()
-        return weight_norm(self._units, self._ladder, self._weight_sums)
+        return weight_norm(self._units, self._links, self._weight_sums)
 
     @property
     def _clipping(self) -> Clipping:

@@ -36,7 +36,7 @@ class Piece:
 
 def owned_pieces(engine: ZeroEngine) -> Iterator[Piece]:
     """The pieces of this rank's primary slices. The owned pieces of all ranks together are the whole state, each element once."""
-    return _pieces(engine, engine.ladder.own_slice, only_counted=True)
+    return _pieces(engine, engine.links.own_slice, only_counted=True)
 
 
 def resting_pieces(engine: ZeroEngine) -> Iterator[Piece]:

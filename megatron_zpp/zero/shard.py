@@ -33,7 +33,7 @@ from megatron_zpp.comm.backend import Backend, TorchBackend, VirtualBackend
 from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.config.counted import counted
 from megatron_zpp.ops import extension
@@ -176,9 +176,9 @@ def shard(
     lanes = _make_lanes(rank, world_size, device, has_groups=bool(groups))
     if groups and device.type == "cuda":
         send_first_messages(backend, lanes, device)
-    ladder = Ladder(backend, lanes, Ledger(grid, rank), device)
+    links = Links(backend, lanes, Ledger(grid, rank), device)
     remind = partial(_remind_to_close, rank)
-    engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups, remind))
+    engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, links, loss_scaler, partial(_end_groups, links, groups, remind))
     if isinstance(backend, VirtualBackend):
         backend.serves_engine = True
     for owner, attribute, path in plan.aliases:
@@ -212,13 +212,13 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
     One unit is gathered at a time. The values are those that the optimizer updates; no codec has changed them.
     """
     engine.finish_updates()
-    ladder = engine.ladder
+    links = engine.links
     for unit in engine.units:
-        own = unit.main_regions().slice_at(ladder.own_slice - unit.first_slice)
-        rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]).to(ladder.device))[:, ladder.tensor_rank]
+        own = unit.main_regions().slice_at(links.own_slice - unit.first_slice)
+        rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]).to(links.device))[:, links.tensor_rank]
         weights = {param.spec.name: rows.new_empty(param.spec.shape) for param in unit.layout.params}
         for data_rank, row in enumerate(rows):
-            for segment in unit.layout.segments(ladder.topology.slice_of(data_rank), 1):
+            for segment in unit.layout.segments(links.topology.slice_of(data_rank), 1):
                 flat = weights[segment.spec.name].view(-1)
                 flat[segment.start : segment.stop] = row[segment.offset : segment.offset + segment.stop - segment.start]
         yield from weights.items()
@@ -363,10 +363,10 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
     return digest.digest()
 
 
-def _end_groups(ladder: Ladder, groups: Mapping[Lane, dist.ProcessGroup], remind: Callable[[], None]) -> None:
+def _end_groups(links: Links, groups: Mapping[Lane, dist.ProcessGroup], remind: Callable[[], None]) -> None:
     """Ends the process groups of the lanes, once no rank needs them any more."""
-    ladder.gather_world(torch.zeros(1, device=ladder.device))
-    ladder.lanes.drain()  # until the gather has ended; on a GPU it has only been enqueued
+    links.gather_world(torch.zeros(1, device=links.device))
+    links.lanes.drain()  # until the gather has ended; on a GPU it has only been enqueued
     for group in groups.values():
         end_group(group)
     atexit.unregister(remind)

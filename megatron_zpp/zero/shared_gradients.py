@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.code import Runs
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.division import Division, Gradient, SharedRange
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.zero.gradients import UnitGradient
@@ -47,15 +47,15 @@ class _Columns:
 class SharedGradients:
     """The shared elements in the gradients that this rank's optimizer reads."""
 
-    def __init__(self, gradients: Sequence[UnitGradient], ladder: Ladder, first_slice: int, slices: int) -> None:
+    def __init__(self, gradients: Sequence[UnitGradient], links: Links, first_slice: int, slices: int) -> None:
         """first_slice, slices: those of `for_optimizer` in each gradient. Raises RuntimeError as `shared_places` does."""
-        self._link = ladder.tensor_link
+        self._link = links.tensor_link
         self._views: list[Tensor] = []
         self._columns: list[_Columns] = []
         start = 0
         layouts = [gradient.layout for gradient in gradients]
-        for sharing, places in shared_places(layouts, first_slice, slices, ladder.grid.tensor_ranks).items():
-            holders = sharing.holders[ladder.tensor_rank]
+        for sharing, places in shared_places(layouts, first_slice, slices, links.grid.tensor_ranks).items():
+            holders = sharing.holders[links.tensor_rank]
             numels = tuple(place.numel for place in places)
             addends = holders if sharing.gradient is Gradient.PARTIAL else holders[:1]
             self._columns.append(_Columns(start, start + sum(numels), addends, numels))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.hop_order import HopOrder, first_difference
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.zero.alike import texts_of_ranks
 from megatron_zpp.zero.gradients import UnitGradient
 
@@ -25,15 +25,15 @@ class StepCalls:
     gradient, which is zero there, does not tell that from a gradient of zeros.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradient], ladder: Ladder) -> None:
+    def __init__(self, gradients: Sequence[UnitGradient], links: Links) -> None:
         self._gradients = gradients
-        self._ladder = ladder
+        self._links = links
         self._names = [placed.spec.name for gradient in gradients for placed in gradient.layout.params]
         self._words = -(-len(self._names) // _BITS)
 
     @property
     def _order(self) -> HopOrder:
-        return self._ladder.hop_order
+        return self._links.hop_order
 
     def reaches_all(self) -> bool:
         """Whether this rank's loss has reached every parameter in this step."""
@@ -41,7 +41,7 @@ class StepCalls:
 
     def numbers(self) -> Tensor:
         """What this rank tells the others, [numel] fp64 on its device."""
-        row = torch.zeros(1 + self._words, dtype=torch.float64, device=self._ladder.device)
+        row = torch.zeros(1 + self._words, dtype=torch.float64, device=self._links.device)
         for column, value in enumerate((self._order.checksum, *self._unreached())):
             if value:
                 row[column].fill_(value)  # `row[column] = value` would wait for the device
@@ -66,14 +66,14 @@ class StepCalls:
         """The parameters that no rank's loss has reached. numbers: their last ones are those of `of_unused`, which are removed."""
         if self.reaches_all():
             return frozenset()
-        first = len(numbers) - self._words * self._ladder.grid.world_size
+        first = len(numbers) - self._words * self._links.grid.world_size
         on_all = [reduce(and_, map(int, numbers[first + word :: self._words])) for word in range(self._words)]
         del numbers[first:]
         return frozenset(name for index, name in enumerate(self._names) if on_all[index // _BITS] >> index % _BITS & 1)
 
     def refuse_difference(self) -> None:
         """Raises RuntimeError with the first hop for which ranks have asked differently. Every rank must call it if they `differ`."""
-        texts = texts_of_ranks(self._ladder.backend, self._ladder.device, self._order.as_text())
+        texts = texts_of_ranks(self._links.backend, self._links.device, self._order.as_text())
         raise RuntimeError(
             f"{first_difference(texts)}. A rank takes what comes next, whatever the unit, so losses and gradients since the last step are "
             "wrong; this step is refused, and has changed no weight. Every rank must call the units in the order in which shard() names "

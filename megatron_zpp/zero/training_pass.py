@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.gradient_progress import GradientProgress
@@ -55,7 +55,7 @@ class TrainingPass:
         units: Sequence[WeightUnit],
         gradients: Sequence[UnitGradient],
         options: EngineOptions,
-        ladder: Ladder,
+        links: Links,
         progress: GradientProgress,
         before_climb: Callable[[str], None],
     ) -> None:
@@ -67,7 +67,7 @@ class TrainingPass:
         self._full_at_gradients = full_at_gradients(uses)
         self._units = {unit.name: unit for unit in units}
         self._gradients = {gradient.name: gradient for gradient in gradients}
-        self._ladder = ladder
+        self._links = links
         self._observer = options.observer
         self._progress = progress
         self._before_climb = before_climb
@@ -116,7 +116,7 @@ class TrainingPass:
 
     def _book_activations(self, is_training: bool) -> None:
         """Tells the tensor link and the context link, if there are any, for what the model uses them from now on."""
-        for link, category in ((self._ladder.tensor_link, Category.ACTIVATIONS), (self._ladder.context_link, Category.EXCHANGES)):
+        for link, category in ((self._links.tensor_link, Category.ACTIVATIONS), (self._links.context_link, Category.EXCHANGES)):
             if link is not None:
                 link.book_under(category if is_training else Category.EVALUATION)
 
@@ -207,7 +207,7 @@ class TrainingPass:
     def close(self) -> None:
         """Waits for hops under way, and removes the hooks. The module's forward raises RuntimeError from now on."""
         try:
-            self._ladder.lanes.drain()
+            self._links.lanes.drain()
         finally:
             for hook in self._hooks:
                 hook.remove()

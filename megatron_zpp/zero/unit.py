@@ -18,7 +18,7 @@ from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.codecs import LinkCodecs
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.links import Climb, Ladder
+from megatron_zpp.comm.links import Climb, Links
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.kept_copy import KeptCopy
 from megatron_zpp.zero.layout import FlatLayout
@@ -40,18 +40,18 @@ class WeightUnit:
         spec: UnitSpec,
         layout: FlatLayout,
         policy: Policy,
-        ladder: Ladder,
+        links: Links,
         codecs: LinkCodecs,
         dtype: torch.dtype,
     ) -> None:
-        device = ladder.device
+        device = links.device
         self.name = spec.name
         self.layout = layout
         self._policy = policy
-        self._ladder = ladder
+        self._links = links
         self._codecs = codecs
-        self._home = ladder.home(is_host=policy.optimizer is Rung.HOST)
-        self._residency: Residency[Hop] = Residency(policy, ladder.topology)
+        self._home = links.home(is_host=policy.optimizer is Rung.HOST)
+        self._residency: Residency[Hop] = Residency(policy, links.topology)
         self._full = torch.empty(layout.numel, dtype=dtype, device=device)
         self._full_bytes = self._full.untyped_storage().nbytes()
         self._full_regions = Regions.of(self._full, layout.runs)
@@ -62,7 +62,7 @@ class WeightUnit:
         self.parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device)) for _ in layout.params]
         self._views = [self._full[param.offset : param.offset + param.numel].view(param.spec.shape) for param in layout.params]
         self._release(Rung.FULL)
-        self.first_slice, self.slices = (0, layout.slices) if policy.optimizer is Rung.FULL else (ladder.own_slice, 1)
+        self.first_slice, self.slices = (0, layout.slices) if policy.optimizer is Rung.FULL else (links.own_slice, 1)
         self.main_weight = self._home.zeros(self.slices * layout.slice_numel, torch.float32)
         self._main_regions = Regions.of(self.main_weight, layout.runs)
         for segment in layout.segments(self.first_slice, self.slices):
@@ -74,10 +74,10 @@ class WeightUnit:
 
     def _make_kept(self, dtype: torch.dtype) -> KeptCopy:
         if self._policy.weights_in_step is not Rung.FULL:
-            return KeptCopy(self.name, self.layout, self._ladder, dtype, self._home)
+            return KeptCopy(self.name, self.layout, self._links, dtype, self._home)
         self._allocate_full()
         self._full.zero_()  # a load of the copy fills no padding
-        return KeptCopy(self.name, self.layout, self._ladder, dtype, self._home, self._full)
+        return KeptCopy(self.name, self.layout, self._links, dtype, self._home, self._full)
 
     # ---- gathering
 
@@ -88,14 +88,14 @@ class WeightUnit:
                 self._copy_main_weights()
             elif missing is Rung.SECONDARY:
                 climb, payloads = self._to_secondary()
-                self._residency.submitted(missing, self._ladder.climb_to_secondary(climb, payloads))
+                self._residency.submitted(missing, self._links.climb_to_secondary(climb, payloads))
                 self._residency.filled(Rung.PRIMARY)  # the hop encodes its payload before the lane prepares a later hop
             else:
                 if self._secondary is None:
                     raise RuntimeError(f"unit {self.name}: no secondary rung to climb from")
                 self._allocate_full()
                 after = self._residency.ticket_below(Rung.FULL)
-                hop = self._ladder.climb_to_full(self.name, self._codecs.intra, self._secondary, self._full_regions, after)
+                hop = self._links.climb_to_full(self.name, self._codecs.intra, self._secondary, self._full_regions, after)
                 self._residency.submitted(missing, hop)
 
     def _copy_main_weights(self) -> None:
@@ -110,7 +110,7 @@ class WeightUnit:
         payloads = kept.payloads if kept is not None else None
         if payloads is None:
             payload_bytes = self._codecs.intra.payload_bytes(runs)
-            payloads = self._ladder.staging.take(self._ladder.partitions * payload_bytes).view(-1, payload_bytes)
+            payloads = self._links.staging.take(self._links.partitions * payload_bytes).view(-1, payload_bytes)
         self._secondary = payloads
         if kept is None:
             return Climb(self.name, runs, self._codecs, self._encoder_of_own()), payloads
@@ -133,10 +133,10 @@ class WeightUnit:
             raise RuntimeError(
                 f"unit {self.name}: its full rung is stale, and no climb comes; recompute unit by unit, with use_reentrant=False"
             )
-        self._ladder.lanes.wait(under_way[Rung.FULL])
+        self._links.lanes.wait(under_way[Rung.FULL])
         for rung, hop in under_way.items():
             stays = rung <= self._policy.weights_in_step
-            self._ladder.ledger.book(Category.WEIGHTS if stays else category, hop.traffic)
+            self._links.ledger.book(Category.WEIGHTS if stays else category, hop.traffic)
         self._attach()
         self._release(*self._residency.landed())
 
@@ -149,7 +149,7 @@ class WeightUnit:
     def finish_climbs(self) -> None:
         """Waits for climbs under way, which read the main weights. Call it before these change. `wait` books the bytes, as always."""
         for hop in self._residency.under_way().values():
-            self._ladder.lanes.wait(hop)
+            self._links.lanes.wait(hop)
 
     def invalidate(self) -> None:
         """Makes every rung stale, because the main weights have changed. Discards the results of climbs under way."""
@@ -229,5 +229,5 @@ class WeightUnit:
             self._detach()
             self._full.untyped_storage().resize_(0)
         if Rung.SECONDARY in rungs and self._secondary is not None:
-            self._ladder.staging.give(self._secondary.view(-1))
+            self._links.staging.give(self._secondary.view(-1))
             self._secondary = None

@@ -137,7 +137,7 @@ def copies(rank: Rank) -> Copies:
     found: Copies = {}
     for unit in rank.engine.units:
         assert unit.kept is not None
-        for segment in unit.layout.segments(rank.engine.ladder.own_slice, 1):
+        for segment in unit.layout.segments(rank.engine.links.own_slice, 1):
             values = unit.kept.own.range(segment.offset, segment.offset + segment.stop - segment.start).clone()
             found.setdefault(segment.spec.name, []).append((segment.start, values))
     return found

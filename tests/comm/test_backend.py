@@ -55,7 +55,7 @@ def test_an_exchange_brings_from_each_member_the_piece_that_it_meant_for_this_ra
 def test_gather_world_is_one_row_per_data_rank_and_ladder_of_any_dtype(grid: Grid) -> None:
     results = VirtualWorld(grid).run(lambda backend: backend.gather_world(torch.tensor([backend.rank, 0.5], dtype=torch.float64)))
     expected = torch.tensor(
-        [[[grid.rank_of(data_rank, ladder), 0.5] for ladder in range(grid.tensor_ranks)] for data_rank in range(grid.data_ranks)],
+        [[[grid.rank_of(data_rank, links), 0.5] for links in range(grid.tensor_ranks)] for data_rank in range(grid.data_ranks)],
         dtype=torch.float64,
     )
     assert all(torch.equal(cast(Tensor, result), expected) for result in results)

@@ -116,10 +116,10 @@ def test_the_tensor_link_of_a_run_watches_the_others_and_tells_its_timers_of_wai
     flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup, "make_lane_groups", lambda *arguments: {})
-    monkeypatch.setattr(setup, "Ladder", lambda *arguments: arguments)
+    monkeypatch.setattr(setup, "Links", lambda *arguments: arguments)
     config = resolve(parse_flags(f"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 {flags}".split()), 2, 2)
     instruments, world = make_instruments(config, CPU, 0), FakeWorld("cpu")
-    *_, waits = cast(tuple[Any, ...], setup.build_ladder(config, cast(Any, world), instruments))
+    *_, waits = cast(tuple[Any, ...], setup.build_links(config, cast(Any, world), instruments))
     assert waits.watch == world.check_others
     assert (waits.observer is instruments.observer) == bool(flags)
 
@@ -132,7 +132,7 @@ def test_a_run_connects_its_lanes_when_it_builds_them_if_it_is_on_a_gpu(device: 
     monkeypatch.setattr(setup, "streams_of", lambda device: None if device.type == "cpu" else "streams")
     monkeypatch.setattr(setup, "make_lanes", lambda streams, watch: f"lanes on {streams}")
     monkeypatch.setattr(setup, "send_first_messages", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(setup, "Ladder", lambda *arguments: arguments)
+    monkeypatch.setattr(setup, "Links", lambda *arguments: arguments)
     config = resolve(parse_flags("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()), 2, 2)
-    setup.build_ladder(config, world, make_instruments(config, CPU, 0))
+    setup.build_links(config, world, make_instruments(config, CPU, 0))
     assert [arguments[1:] for arguments in calls] == ([("lanes on streams", world.device)] if device == "cuda" else [])

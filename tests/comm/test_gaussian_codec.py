@@ -17,7 +17,7 @@ from megatron_zpp.comm.codecs import KEY_BITS, BlockCodec, CastCodec, LinkCodecs
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.ops.gaussian import decode_gaussian, decode_mean_gaussian, encode_gaussian
 from megatron_zpp.ops.payload import gaussian_bytes
 from megatron_zpp.parallel.grid import Grid
@@ -245,12 +245,12 @@ def test_a_descent_in_gaussian_codes_brings_every_rank_the_mean_within_their_err
     codes = LinkCodes(Code.gaussian(4, 2), Code.gaussian(4, 1))
 
     def program(backend: VirtualBackend) -> tuple[int, Tensor]:
-        ladder = Ladder(backend, ThreadLanes(), Ledger(backend.grid, backend.rank), torch.device("cpu"))
-        codecs = LinkCodecs.of(codes, torch.float32, BLOCK).signed_for(ladder.topology, ladder.data_rank, "descend", "unit", 1, 0)
+        links = Links(backend, ThreadLanes(), Ledger(backend.grid, backend.rank), torch.device("cpu"))
+        codecs = LinkCodecs.of(codes, torch.float32, BLOCK).signed_for(links.topology, links.data_rank, "descend", "unit", 1, 0)
         primary = torch.zeros(RUNS.numel)
         full = Regions.of(flats[backend.rank].clone(), RUNS)
-        ladder.lanes.wait(ladder.descend("unit", codecs, full, Regions.of(primary, RUNS), accumulate=False)[-1])
-        return ladder.own_slice, primary
+        links.lanes.wait(links.descend("unit", codecs, full, Regions.of(primary, RUNS), accumulate=False)[-1])
+        return links.own_slice, primary
 
     whole = Regions.of(torch.stack([flat.double() for flat in flats]).mean(0), RUNS)
     for own_slice, primary in VirtualWorld(grid).run(program):

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_zpp.comm.backend import Backend, VirtualBackend, Work
 from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.comm.waits import Waits
@@ -39,15 +39,15 @@ class Kind:
     grid: Grid
     rank: int
     members: str
-    of_ladder: Callable[[Ladder], AnyLink | None]
+    of_ladder: Callable[[Links], AnyLink | None]
     make: type[TensorLink] | type[ContextLink]
     operations: dict[str, tuple[str, ...]]
 
     def link(self, backend: Backend, waits: Waits) -> AnyLink:
         return self.make(backend, Ledger(backend.grid, backend.rank), Staging(CPU), None, waits)
 
-    def ladder(self, backend: Backend, waits: Waits | None = None) -> Ladder:
-        return Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU, waits=waits or Waits())
+    def links(self, backend: Backend, waits: Waits | None = None) -> Links:
+        return Links(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU, waits=waits or Waits())
 
 
 TENSOR = Kind(
@@ -56,7 +56,7 @@ TENSOR = Kind(
     grid=Grid(4, 4, 2, 2),
     rank=3,
     members="2, 3",
-    of_ladder=lambda ladder: ladder.tensor_link,
+    of_ladder=lambda links: links.tensor_link,
     make=TensorLink,
     operations={"gather": ("gather",), "summed": ("sum", "gather"), "sum_scattered": ("sum",)},
 )
@@ -66,7 +66,7 @@ CONTEXT = Kind(
     grid=Grid(8, 4, 1, 4, 2),
     rank=5,
     members="1, 5",
-    of_ladder=lambda ladder: ladder.context_link,
+    of_ladder=lambda links: links.context_link,
     make=ContextLink,
     operations={"exchange": ("exchange",)},
 )
@@ -159,7 +159,7 @@ def test_the_observer_is_told_of_every_collective_and_a_timer_of_its_own_of_the_
             yield
             told.append(f"end of {name}")
 
-        link = kind.of_ladder(kind.ladder(backend, Waits(observer=StepObserver((span,), (span,)))))
+        link = kind.of_ladder(kind.links(backend, Waits(observer=StepObserver((span,), (span,)))))
         for operation in kind.operations:
             getattr(link, operation)(torch.ones(2, 4))
             getattr(link, f"start_{operation}")(torch.ones(2, 4)).wait()
@@ -182,6 +182,6 @@ def test_a_ladder_has_the_link_if_and_only_if_the_rank_has_somebody_to_share_wit
     other = CONTEXT if kind is TENSOR else TENSOR
 
     def program(backend: VirtualBackend) -> bool:
-        return kind.of_ladder(kind.ladder(backend)) is not None
+        return kind.of_ladder(kind.links(backend)) is not None
 
     assert [run_world(grid, program) for grid in (Grid.of_nodes(1, 2), other.pair, kind.pair)] == [[False] * 2, [False] * 2, [True] * 2]

@@ -11,7 +11,7 @@ from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
 from megatron_zpp.comm.codecs import CastCodec, LinkCodecs, Regions, Runs
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Climb, Ladder
+from megatron_zpp.comm.links import Climb, Links
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Topology
 
@@ -22,9 +22,9 @@ RUNS = Runs(blocks=5, exact=3)
 EXACT = CastCodec(torch.float32)
 
 
-def _on_every_rank(shape: tuple[int, int], program: Callable[[Ladder], Tensor]) -> list[Tensor]:
+def _on_every_rank(shape: tuple[int, int], program: Callable[[Links], Tensor]) -> list[Tensor]:
     def run(backend: VirtualBackend) -> Tensor:
-        return program(Ladder(backend, ThreadLanes(), Ledger(backend.grid, backend.rank), torch.device("cpu")))
+        return program(Links(backend, ThreadLanes(), Ledger(backend.grid, backend.rank), torch.device("cpu")))
 
     return cast(list[Tensor], VirtualWorld(Grid.of_nodes(*shape)).run(run))
 
@@ -49,12 +49,12 @@ def _cut(flat: Tensor, world_size: int, first: int, slices: int) -> Tensor:
 def test_the_two_climbs_bring_every_rank_the_whole_unit_in_slice_order(shape: tuple[int, int]) -> None:
     world_size = shape[0] * shape[1]
 
-    def program(ladder: Ladder) -> Tensor:
-        own = Regions.of(_cut(_whole(world_size), world_size, ladder.own_slice, 1), RUNS)
-        payloads = torch.empty(ladder.partitions, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
+    def program(links: Links) -> Tensor:
+        own = Regions.of(_cut(_whole(world_size), world_size, links.own_slice, 1), RUNS)
+        payloads = torch.empty(links.partitions, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
         full = torch.empty(world_size * RUNS.numel)
-        hop = ladder.climb_to_secondary(_climb(own), payloads)
-        ladder.lanes.wait(ladder.climb_to_full("unit", EXACT, payloads, Regions.of(full, RUNS), hop))
+        hop = links.climb_to_secondary(_climb(own), payloads)
+        links.lanes.wait(links.climb_to_full("unit", EXACT, payloads, Regions.of(full, RUNS), hop))
         return full
 
     assert all(torch.equal(full, _whole(world_size)) for full in _on_every_rank(shape, program))
@@ -64,11 +64,11 @@ def test_the_two_climbs_bring_every_rank_the_whole_unit_in_slice_order(shape: tu
 def test_the_first_climb_brings_the_run_of_slices_of_this_local_rank(shape: tuple[int, int]) -> None:
     world_size = shape[0] * shape[1]
 
-    def program(ladder: Ladder) -> Tensor:
-        own = Regions.of(_cut(_whole(world_size), world_size, ladder.own_slice, 1), RUNS)
-        payloads = torch.empty(ladder.partitions, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
-        ladder.lanes.wait(ladder.climb_to_secondary(_climb(own), payloads))
-        secondary = torch.empty(ladder.partitions * RUNS.numel)
+    def program(links: Links) -> Tensor:
+        own = Regions.of(_cut(_whole(world_size), world_size, links.own_slice, 1), RUNS)
+        payloads = torch.empty(links.partitions, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
+        links.lanes.wait(links.climb_to_secondary(_climb(own), payloads))
+        secondary = torch.empty(links.partitions * RUNS.numel)
         EXACT.decode_into(payloads, Regions.of(secondary, RUNS))
         return secondary
 
@@ -83,11 +83,11 @@ def test_a_descent_brings_the_mean_over_the_node_and_then_over_the_nodes_in_rank
     nodes, ranks_per_node = shape
     world_size = nodes * ranks_per_node
 
-    def program(ladder: Ladder) -> Tensor:
-        full = Regions.of(_whole(world_size, seed=ladder.backend.rank), RUNS)
+    def program(links: Links) -> Tensor:
+        full = Regions.of(_whole(world_size, seed=links.backend.rank), RUNS)
         primary = torch.full((RUNS.numel,), 0.25)
-        hops = ladder.descend("unit", LinkCodecs(EXACT, EXACT), full, Regions.of(primary, RUNS), accumulate=accumulate)
-        ladder.lanes.wait(hops[-1])
+        hops = links.descend("unit", LinkCodecs(EXACT, EXACT), full, Regions.of(primary, RUNS), accumulate=accumulate)
+        links.lanes.wait(hops[-1])
         return primary
 
     across = _ordered_mean(
@@ -111,15 +111,15 @@ def test_descending_rung_by_rung_gives_the_same_bits_as_both_hops_in_one_job(sha
     world_size = shape[0] * shape[1]
     codecs = LinkCodecs(CastCodec(torch.bfloat16), CastCodec(torch.bfloat16))
 
-    def program(ladder: Ladder) -> Tensor:
-        full = Regions.of(_whole(world_size, seed=ladder.backend.rank).bfloat16(), RUNS)
+    def program(links: Links) -> Tensor:
+        full = Regions.of(_whole(world_size, seed=links.backend.rank).bfloat16(), RUNS)
         once, stepwise = torch.zeros(RUNS.numel), torch.zeros(RUNS.numel)
-        secondary = Regions.of(torch.zeros(ladder.partitions * RUNS.numel), RUNS)
-        hops = ladder.descend("unit", codecs, full, Regions.of(once, RUNS), accumulate=False)
-        hop = ladder.descend_to_secondary("unit", codecs.intra, full, secondary, accumulate=False)
-        hops.append(ladder.descend_from_secondary("unit", codecs.inter, secondary, Regions.of(stepwise, RUNS), accumulate=False, after=hop))
+        secondary = Regions.of(torch.zeros(links.partitions * RUNS.numel), RUNS)
+        hops = links.descend("unit", codecs, full, Regions.of(once, RUNS), accumulate=False)
+        hop = links.descend_to_secondary("unit", codecs.intra, full, secondary, accumulate=False)
+        hops.append(links.descend_from_secondary("unit", codecs.inter, secondary, Regions.of(stepwise, RUNS), accumulate=False, after=hop))
         for each in hops:
-            ladder.lanes.wait(each)
+            links.lanes.wait(each)
         return torch.stack([once, stepwise])
 
     assert all(torch.equal(*result) for result in _on_every_rank(shape, program))
@@ -129,23 +129,23 @@ def test_descending_rung_by_rung_gives_the_same_bits_as_both_hops_in_one_job(sha
 def test_the_mean_of_large_fp16_gradients_does_not_overflow_on_either_hop(shape: tuple[int, int]) -> None:
     codec = CastCodec(torch.float16)
 
-    def program(ladder: Ladder) -> Tensor:
-        full = Regions.of(torch.full((ladder.topology.data_ranks * RUNS.numel,), 60000.0, dtype=torch.float16), RUNS)
+    def program(links: Links) -> Tensor:
+        full = Regions.of(torch.full((links.topology.data_ranks * RUNS.numel,), 60000.0, dtype=torch.float16), RUNS)
         primary = torch.zeros(RUNS.numel)
-        ladder.lanes.wait(ladder.descend("unit", LinkCodecs(codec, codec), full, Regions.of(primary, RUNS), accumulate=False)[-1])
+        links.lanes.wait(links.descend("unit", LinkCodecs(codec, codec), full, Regions.of(primary, RUNS), accumulate=False)[-1])
         return primary
 
     assert all((primary == 60000.0).all() for primary in _on_every_rank(shape, program))
 
 
 def test_buffers_of_finished_jobs_serve_the_next_ones() -> None:
-    def program(ladder: Ladder) -> Tensor:
+    def program(links: Links) -> Tensor:
         allocated = []
         full = Regions.of(_whole(4), RUNS)
         primary = Regions.of(torch.zeros(RUNS.numel), RUNS)
         for _ in range(5):
-            ladder.lanes.wait(ladder.descend("unit", LinkCodecs(EXACT, EXACT), full, primary, accumulate=False)[-1])
-            allocated.append(ladder.staging.allocated_bytes)
+            links.lanes.wait(links.descend("unit", LinkCodecs(EXACT, EXACT), full, primary, accumulate=False)[-1])
+            allocated.append(links.staging.allocated_bytes)
         return torch.tensor(allocated)
 
     for allocated in _on_every_rank((2, 2), program):

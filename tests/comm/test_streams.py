@@ -84,7 +84,7 @@ class Case:
     def _train(self, gpu: Gpu) -> tuple[History, set[Site], int]:
         rank = Rank(self.job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
         history = written(self._with_more(rank, gpu) if self.does_more else rank.train())
-        return history, gpu.machine.needed, rank.engine.ladder.staging.allocated_bytes
+        return history, gpu.machine.needed, rank.engine.links.staging.allocated_bytes
 
     def _planned_buffers(self) -> int:
         """The bytes of buffers in the planned step: payloads on their way, and secondary rungs if they are kept."""

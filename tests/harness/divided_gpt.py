@@ -15,7 +15,7 @@ from harness.tensor_parts import VOCAB, config_of
 from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.tensor_parallel.context import TensorParallel
@@ -48,9 +48,9 @@ class GptRank(DividedRank):
     sequence_parallel: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
 
-    def _make_model(self, ladder: Ladder) -> GPT:
-        tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, self.sequence_parallel)
-        return GPT(config_of(self.gpt, **FIELDS | dict(self.changes)), VOCAB, 7, self.job.dtype, tensor, ladder.context_link)
+    def _make_model(self, links: Links) -> GPT:
+        tensor = None if links.tensor_link is None else TensorParallel(links.tensor_link, self.sequence_parallel)
+        return GPT(config_of(self.gpt, **FIELDS | dict(self.changes)), VOCAB, 7, self.job.dtype, tensor, links.context_link)
 
     def loss(self, step: int, microbatch: int = 0) -> Tensor:
         tokens, labels = self.batch(step, microbatch)

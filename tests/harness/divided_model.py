@@ -23,7 +23,7 @@ from harness.divided_state import part_of
 from harness.small_engine import VOCAB, Job, ModelShape, Rank, SmallFinal, initial_values
 from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.parallel.division import Division, Gradient, Run
 from megatron_zpp.parallel.grid import Grid
@@ -151,8 +151,8 @@ class DividedRank(Rank):
 
     groups: int = 2
 
-    def _make_model(self, ladder: Ladder) -> DividedModel:
-        return DividedModel(self.job.shape, self.job.dtype, self.groups, ladder.tensor_link)
+    def _make_model(self, links: Links) -> DividedModel:
+        return DividedModel(self.job.shape, self.job.dtype, self.groups, links.tensor_link)
 
     def _unit_specs(self) -> tuple[UnitSpec, ...]:
         return self.model.unit_specs()  # type: ignore[no-any-return]

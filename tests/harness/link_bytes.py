@@ -88,4 +88,4 @@ def _train_and_evaluate(case: Case, backend: VirtualBackend) -> Seen:
                 token_losses(session.model, session.batch(number), CPU)
     session.close()
     plan = plan_as_given(session.config, PlannedWorld(grid.nodes, grid.ranks_per_node, is_on_gpu=False), session.padded_vocab)
-    return Seen(session.engine.ladder.ledger, counted.calls, counted.received_bytes, STEPS * session.microbatches, plan)
+    return Seen(session.engine.links.ledger, counted.calls, counted.received_bytes, STEPS * session.microbatches, plan)

@@ -35,7 +35,7 @@ class LiveStorages(LiveBytes):
         """Forgets the peak so far. engine: made in the block."""
         self._resizable = [unit._full.untyped_storage() for unit in engine.units]
         self._counted = sum(unit._full.numel() * unit._full.itemsize for unit in engine.units)
-        self._staging = engine.ladder.staging
+        self._staging = engine.links.staging
         self.peak = self.peak_beside_buffers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +92,7 @@ def held_in_steps(
     states = engine.state_bytes().device
     update()
     close()
-    return Held(live.peak, live.peak_beside_buffers, states, engine.ladder.staging.allocated_bytes)
+    return Held(live.peak, live.peak_beside_buffers, states, engine.links.staging.allocated_bytes)
 
 
 def held_by_ranks(flags: str, grid: Grid, after_step: Callable[[Session], None] = lambda session: None) -> list[Held]:

@@ -17,7 +17,7 @@ POINTS = {
     "join": "megatron_zpp.parallel.joining.member:Member.this_process",
     "inviting or claiming": "megatron_zpp.parallel.joining.join:connected_store",
     "connecting": "torch.distributed:init_process_group",
-    "making groups": "megatron_zpp.training.setup:build_ladder",
+    "making groups": "megatron_zpp.training.setup:build_links",
     "preparing data": "megatron_zpp.training.setup:build_run_data",
     "after the roll call": "megatron_zpp.training.startup_checks:check_save_is_shared",
     "first step": "megatron_zpp.zero.gradients:UnitGradient.descend",

@@ -12,7 +12,7 @@ from harness.small_engine import CPU, initial_values
 from harness.worlds import TurnLanes
 from megatron_zpp.comm.backend import Backend
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.zero.engine import ZeroEngine
@@ -66,8 +66,8 @@ class MatrixRank:
         self.model = MatrixModel(torch.bfloat16)
         self.ledger = Ledger(backend.grid, backend.rank)
         options = EngineOptions(policy, torch.bfloat16, BLOCK)
-        ladder = Ladder(backend, TurnLanes(), self.ledger, CPU)
-        self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder)
+        links = Links(backend, TurnLanes(), self.ledger, CPU)
+        self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, links)
 
     def accumulate(self, microbatches: int) -> None:
         for microbatch in range(microbatches):

@@ -24,7 +24,7 @@ from megatron_zpp.training.plan.recorder import (
     PlannedStaging,
     RecordedStreams,
     Recorder,
-    recorded_ladder,
+    recorded_links,
 )
 from megatron_zpp.training.plan.step_record import EngineRun, Peak, StepRecord
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -77,10 +77,10 @@ def planned_activations(
     workspace, recorder = Workspace(is_on_gpu), Recorder(notes_streams=True)
     streams = RecordedStreams(recorder) if is_on_gpu else None
     staging = PlannedStaging(streams, None)
-    ladder = recorded_ladder(grid, recorder, NoLanes(), streams, staging)
+    links = recorded_links(grid, recorder, NoLanes(), streams, staging)
     with standing_for(workspace.device_type):
-        tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, sequence_parallel)
-        model = GPT(config, vocabulary, 7, dtype, tensor, ladder.context_link)
+        tensor = None if links.tensor_link is None else TensorParallel(links.tensor_link, sequence_parallel)
+        model = GPT(config, vocabulary, 7, dtype, tensor, links.context_link)
 
         def loss_of(live: LiveMemory) -> Tensor:
             with live.of_kind(None):

@@ -20,7 +20,7 @@ from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.codecs import CodecFactory, make_codec
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.streams import Streams
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
@@ -240,12 +240,12 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.backend.grid, self.backend.rank)
-        ladder = Ladder(self.backend, self.lanes, self.ledger, CPU, self.streams)
-        self.model = self._make_model(ladder)
+        links = Links(self.backend, self.lanes, self.ledger, CPU, self.streams)
+        self.model = self._make_model(links)
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None
-        self.engine = ZeroEngine(self.model, self._unit_specs(), self.model.uses(), self.job.options(), ladder, scaler)
+        self.engine = ZeroEngine(self.model, self._unit_specs(), self.model.uses(), self.job.options(), links, scaler)
 
-    def _make_model(self, ladder: Ladder) -> Any:
+    def _make_model(self, links: Links) -> Any:
         return SmallModel(self.job.shape, self.job.dtype)
 
     def _unit_specs(self) -> tuple[UnitSpec, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.worlds import TurnLanes, run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.parallel.grid import Grid
 
@@ -23,7 +23,7 @@ def run_tensor_ranks(ranks: int, program: Callable[[TensorLink], Result]) -> lis
     """What `program` returns on each of `ranks` ranks, which have one tensor link."""
 
     def on_rank(backend: VirtualBackend) -> Result:
-        link = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU).tensor_link
+        link = Links(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU).tensor_link
         if link is None:
             raise RuntimeError("one rank has no tensor link")
         return program(link)

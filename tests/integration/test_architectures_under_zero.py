@@ -14,7 +14,7 @@ from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.zero.engine import ZeroEngine
@@ -34,9 +34,9 @@ NORM_BOUND = 0.05
 def history(config: ModelConfig, policy: Policy, backend: VirtualBackend) -> list[tuple[float, float]]:
     """Loss of this rank and global gradient norm, per step."""
     model = GPT(config, VOCAB, 11, torch.bfloat16)
-    ladder = Ladder(backend, RecordingLanes(), Ledger(backend.grid, backend.rank), CPU)
+    links = Links(backend, RecordingLanes(), Ledger(backend.grid, backend.rank), CPU)
     options = EngineOptions(policy, torch.bfloat16, block_numel=32, clip_grad=0.5)
-    engine = ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder)
+    engine = ZeroEngine(model, model.unit_specs(), model.uses(), options, links)
     found = []
     for step in range(STEPS):
         first_sample = (step * backend.grid.world_size + backend.rank) * SAMPLES

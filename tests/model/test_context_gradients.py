@@ -17,7 +17,7 @@ from harness.same_gpt import divided_gpt, whole_gpt
 from harness.tensor_parts import MODELS, VOCAB, config_of
 from torch import Tensor
 
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.data.loader import MicroBatch, TokenPart
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.shapes import ModelShape
@@ -69,14 +69,14 @@ def tolerances_of(model: str, samples: int, packing: str, changes: tuple[tuple[s
     return gradient_tolerances(whole_gpt(model, **dict(changes)), lambda gpt: trained(gpt, batch_of(samples, packing))[1], TOLERANCE)
 
 
-def on_ladder(ladder: Ladder, model: str, whole: GPT, *, sequence_parallel: bool, **changes: Any) -> GPT:
-    tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, sequence_parallel)
-    return divided_gpt(model, whole, tensor, ladder.context_link, **changes)
+def on_ladder(links: Links, model: str, whole: GPT, *, sequence_parallel: bool, **changes: Any) -> GPT:
+    tensor = None if links.tensor_link is None else TensorParallel(links.tensor_link, sequence_parallel)
+    return divided_gpt(model, whole, tensor, links.context_link, **changes)
 
 
-def part_of(ladder: Ladder, batch: MicroBatch) -> MicroBatch:
-    grid = ladder.grid
-    return batch.keeping(TokenPart(grid.context_rank_of(ladder.backend.rank), grid.context_ranks))
+def part_of(links: Links, batch: MicroBatch) -> MicroBatch:
+    grid = links.grid
+    return batch.keeping(TokenPart(grid.context_rank_of(links.backend.rank), grid.context_ranks))
 
 
 def compare(
@@ -86,8 +86,8 @@ def compare(
     whole, batch = whole_gpt(model, **changes), batch_of(samples, packing)
     tolerances = tolerances_of(model, samples, packing, tuple(changes.items()))
 
-    def on_rank(ladder: Ladder) -> tuple[Tensor, Gradients]:
-        return trained(on_ladder(ladder, model, whole, sequence_parallel=sequence_parallel, **changes), part_of(ladder, batch))
+    def on_rank(links: Links) -> tuple[Tensor, Gradients]:
+        return trained(on_ladder(links, model, whole, sequence_parallel=sequence_parallel, **changes), part_of(links, batch))
 
     expected, found = (run_ladders(Grid.of_nodes(1, tensor_ranks * ranks, tensor_ranks, ranks), on_rank) for ranks in (1, context_ranks))
     for expected_loss, loss in zip(mean_losses(expected, tensor_ranks), mean_losses(found, tensor_ranks), strict=True):
@@ -149,8 +149,8 @@ def test_a_micro_batch_of_which_no_token_counts_has_the_loss_0_on_every_rank_and
     whole, batch = whole_gpt("GPT-2"), batch_of(1, "")
     nothing_counts = MicroBatch(batch.tokens, batch.labels, torch.zeros_like(batch.loss_mask), 0)
 
-    def on_rank(ladder: Ladder) -> tuple[Tensor, Gradients]:
-        return trained(on_ladder(ladder, "GPT-2", whole, sequence_parallel=False), part_of(ladder, nothing_counts))
+    def on_rank(links: Links) -> tuple[Tensor, Gradients]:
+        return trained(on_ladder(links, "GPT-2", whole, sequence_parallel=False), part_of(links, nothing_counts))
 
     for loss, gradients in run_ladders(Grid.of_nodes(1, 2, 1, 2), on_rank):
         assert loss == 0.0 and not any(gradient.any() for gradient in gradients.values())
@@ -163,10 +163,10 @@ def test_the_losses_of_an_evaluation_are_those_of_whole_samples_token_by_token(m
     with torch.no_grad():
         expected, mask = token_losses(whole, batch, CPU)
 
-    def on_rank(ladder: Ladder) -> tuple[Tensor, Tensor]:
-        gpt = on_ladder(ladder, model, whole, sequence_parallel=True, **changes).eval()
+    def on_rank(links: Links) -> tuple[Tensor, Tensor]:
+        gpt = on_ladder(links, model, whole, sequence_parallel=True, **changes).eval()
         with torch.no_grad():
-            return token_losses(gpt, part_of(ladder, batch), CPU)
+            return token_losses(gpt, part_of(links, batch), CPU)
 
     found = run_ladders(Grid.of_nodes(1, 8, 2, 4), on_rank)[::2]
     torch.testing.assert_close(torch.cat([losses for losses, _ in found], dim=1), expected, rtol=1e-5, atol=1e-6)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.kept_places import Arena, NewPlaces, Places
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Link
 from megatron_zpp.tensor_parallel.context import TensorParallel
@@ -62,10 +62,10 @@ def test_with_random_pauses_all_ranks_of_a_group_make_the_same_calls_in_forward_
 def test_kept_inputs_of_own_tokens_change_no_bit(tensor_ranks: int, context_ranks: int, place: str) -> None:
     whole = whole_gpt("Llama 3", **FULL)
 
-    def gradients(ladder: Ladder, *, keeps: bool) -> list[Tensor]:
-        tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link)
-        gpt = divided_gpt("Llama 3", whole, tensor, ladder.context_link, **FULL)
-        link = ladder.tensor_link if "divided" in place else None
+    def gradients(links: Links, *, keeps: bool) -> list[Tensor]:
+        tensor = None if links.tensor_link is None else TensorParallel(links.tensor_link)
+        gpt = divided_gpt("Llama 3", whole, tensor, links.context_link, **FULL)
+        link = links.tensor_link if "divided" in place else None
         ranks = 1 if link is None else link.ranks
         config = replace(gpt.config, seq_length=LENGTH, partition_activations=link is not None)
         shape = kept_inputs_shape(config, SAMPLES, ranks, sequence_parallel=False, context_ranks=context_ranks)
@@ -74,13 +74,13 @@ def test_kept_inputs_of_own_tokens_change_no_bit(tensor_ranks: int, context_rank
             part = shape.part_numel(4)
             places: Places = Arena(shape.chunks, part, torch.float32, CPU) if "arena" in place else NewPlaces()
             gpt.keep_inputs(KeptInputs(places, link))
-        own = TEXT[:, :-1].chunk(context_ranks, dim=1)[ladder.grid.context_rank_of(ladder.backend.rank)]
-        labels = TEXT[:, 1:].chunk(context_ranks, dim=1)[ladder.grid.context_rank_of(ladder.backend.rank)]
+        own = TEXT[:, :-1].chunk(context_ranks, dim=1)[links.grid.context_rank_of(links.backend.rank)]
+        labels = TEXT[:, 1:].chunk(context_ranks, dim=1)[links.grid.context_rank_of(links.backend.rank)]
         gpt(own, labels, first_sample=0).mean().backward()
         return [parameter.grad for parameter in gpt.parameters() if parameter.grad is not None]
 
-    def program(ladder: Ladder) -> bool:
-        plain, kept = gradients(ladder, keeps=False), gradients(ladder, keeps=True)
+    def program(links: Links) -> bool:
+        plain, kept = gradients(links, keeps=False), gradients(links, keeps=True)
         return all(torch.equal(one, other) for one, other in zip(plain, kept, strict=True))
 
     assert all(run_ladders(Grid.of_nodes(1, tensor_ranks * context_ranks, tensor_ranks, context_ranks), program))

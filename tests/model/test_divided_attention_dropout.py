@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import make_lane_groups
@@ -34,20 +34,20 @@ def gradients_of_each_recomputation(grid: Grid, sequence_parallel: bool) -> list
     dist.init_process_group("gloo")
     try:
         backend = TorchBackend(grid, dist.get_rank(), make_lane_groups(grid, dist.get_rank(), timedelta(seconds=60), CPU))
-        ladder = Ladder(backend, ThreadLanes(), Ledger(grid, backend.rank), CPU)
-        return [gradients(ladder, sequence_parallel, **changes) for changes in CHANGES]
+        links = Links(backend, ThreadLanes(), Ledger(grid, backend.rank), CPU)
+        return [gradients(links, sequence_parallel, **changes) for changes in CHANGES]
     finally:
         dist.destroy_process_group()
 
 
-def gradients(ladder: Ladder, sequence_parallel: bool, **changes: Any) -> dict[str, Tensor]:
-    tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, sequence_parallel)
+def gradients(links: Links, sequence_parallel: bool, **changes: Any) -> dict[str, Tensor]:
+    tensor = None if links.tensor_link is None else TensorParallel(links.tensor_link, sequence_parallel)
     config = config_of("GPT-2", attention_dropout=0.3, hidden_dropout=0.2, **changes)
-    gpt = materialize(GPT(config, VOCAB, 7, torch.float32, tensor, ladder.context_link))
+    gpt = materialize(GPT(config, VOCAB, 7, torch.float32, tensor, links.context_link))
     text = torch.randint(VOCAB, (3, 13), generator=torch.Generator().manual_seed(2))
-    context_ranks, context_rank = ladder.grid.context_ranks, ladder.grid.context_rank_of(ladder.backend.rank)
+    context_ranks, context_rank = links.grid.context_ranks, links.grid.context_rank_of(links.backend.rank)
     tokens, labels = (values.chunk(context_ranks, dim=1)[context_rank] for values in (text[:, :-1], text[:, 1:]))
-    torch.rand(ladder.backend.rank)  # generators of ranks are in different states
+    torch.rand(links.backend.rank)  # generators of ranks are in different states
     loss = gpt(tokens, labels, first_sample=4).mean()
     loss.backward()
     return {"loss": loss.detach()} | {name: parameter.grad for name, parameter in gpt.named_parameters() if parameter.grad is not None}

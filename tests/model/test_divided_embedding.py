@@ -10,7 +10,7 @@ from harness.tensor_ranks import run_tensor_ranks
 from torch import Tensor
 
 from megatron_zpp.comm.context_link import ContextLink
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.randomness import UnitRandomness, mixed
@@ -56,10 +56,10 @@ def test_ranks_that_share_samples_have_their_tokens_of_it_with_the_bits_and_the_
 ) -> None:
     expected = embedded(torch.float32, position_ids)
 
-    def on_rank(ladder: Ladder) -> Tensor:
-        tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, sequence_parallel)
-        context_rank = ladder.grid.context_rank_of(ladder.backend.rank)
-        return embedded(torch.float32, position_ids, tensor, ladder.context_link, TOKENS.chunk(context_ranks, dim=1)[context_rank])
+    def on_rank(links: Links) -> Tensor:
+        tensor = None if links.tensor_link is None else TensorParallel(links.tensor_link, sequence_parallel)
+        context_rank = links.grid.context_rank_of(links.backend.rank)
+        return embedded(torch.float32, position_ids, tensor, links.context_link, TOKENS.chunk(context_ranks, dim=1)[context_rank])
 
     found = run_ladders(Grid.of_nodes(1, context_ranks * tensor_ranks, tensor_ranks, context_ranks), on_rank)
     step = 1 if sequence_parallel else tensor_ranks  # without it, tensor ranks have the same
@@ -89,8 +89,8 @@ def test_attention_draws_other_numbers_on_every_rank_with_other_heads_than_on_th
         with randomness.scope(is_needed=True, first_sample=8, device=cpu):
             return torch.rand(100)
 
-    def of_rank(ladder: Ladder) -> UnitRandomness:
-        return UnitRandomness(7, 3, None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link), ladder.context_link)
+    def of_rank(links: Links) -> UnitRandomness:
+        return UnitRandomness(7, 3, None if links.tensor_link is None else TensorParallel(links.tensor_link), links.context_link)
 
     grids = [Grid.of_nodes(1, 4, 4), Grid.of_nodes(1, 4, 1, 4), Grid.of_nodes(1, 4, 2, 2)]
     draws = [drawn(randomness) for grid in grids for randomness in run_ladders(grid, of_rank)]

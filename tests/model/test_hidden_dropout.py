@@ -15,7 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.zero.adam import AdamOptions
@@ -42,10 +42,10 @@ def trained(backend: VirtualBackend, micro_batch_size: int, stage: int, **change
     """This rank's mean loss and the gradient norm, per step."""
     model = GPT(small_config(**DROPOUT | changes), VOCAB, 1234, torch.float32)
     options = EngineOptions(POLICIES[stage], torch.float32, 32, Prefetch(), AdamOptions(), CLIP_GRAD)
-    ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
-    engine = ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder)
+    links = Links(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
+    engine = ZeroEngine(model, model.unit_specs(), model.uses(), options, links)
     data_ranks = backend.grid.data_ranks
-    batches = iter(MicroBatchSampler(STEPS * GLOBAL_BATCH, 0, micro_batch_size, ladder.data_rank, data_ranks))
+    batches = iter(MicroBatchSampler(STEPS * GLOBAL_BATCH, 0, micro_batch_size, links.data_rank, data_ranks))
     microbatches, history = GLOBAL_BATCH // (data_ranks * micro_batch_size), []
     for _ in range(STEPS):
         total = 0.0

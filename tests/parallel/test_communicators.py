@@ -32,8 +32,8 @@ def test_limits_are_powers_of_two_because_nccl_rounds_the_channels_of_an_exchang
 
 
 def test_computation_waits_most_for_the_tensor_link_so_it_has_the_ctas_that_climbs_have_without_one() -> None:
-    ladder, grid = Grid.of_nodes(2, 8), Grid.of_nodes(2, 8, 2)
-    assert lane_ctas(grid, TENSOR_ACROSS) == max(lane_ctas(ladder, lane) for lane in LANES) > max(lane_ctas(grid, lane) for lane in LANES)
+    links, grid = Grid.of_nodes(2, 8), Grid.of_nodes(2, 8, 2)
+    assert lane_ctas(grid, TENSOR_ACROSS) == max(lane_ctas(links, lane) for lane in LANES) > max(lane_ctas(grid, lane) for lane in LANES)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from megatron_zpp.parallel.initialize import World, choose_device, gather_texts,
 from megatron_zpp.parallel.launch import Launch, read_launch
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.instruments import make_instruments
-from megatron_zpp.training.setup import build_ladder
+from megatron_zpp.training.setup import build_links
 
 
 def test_gloo_means_the_cpu_whatever_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def how_a_rank_ends_while_rank_1_cannot_connect(call: str) -> str:
             world.release = lambda: print("released", file=said)
             if call == "new_group":
                 config = resolve(parse_flags(TINY), 2, 2)
-                build_ladder(config, world, make_instruments(config, world.device, world.rank))
+                build_links(config, world, make_instruments(config, world.device, world.rank))
             world._pulse.stop()
     except initialize.RankLost as error:
         lost = str(error)

@@ -32,7 +32,7 @@ from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.model.generation import Sampling
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.parallel.grid import Grid
@@ -67,10 +67,10 @@ def randomized(changes: dict[str, Any]) -> GPT:
 
 def engine_of(model: GPT, backend: VirtualBackend) -> ZeroEngine:
     """The engine of one rank for a model of this configuration."""
-    ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
-    tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link)
+    links = Links(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
+    tensor = None if links.tensor_link is None else TensorParallel(links.tensor_link)
     own = GPT(model.config, model.padded_vocab_size, 7, torch.float32, tensor)
-    return ZeroEngine(own, own.unit_specs(), own.uses(), EngineOptions(block_numel=32), ladder)
+    return ZeroEngine(own, own.unit_specs(), own.uses(), EngineOptions(block_numel=32), links)
 
 
 def write(directory: Path, model: GPT) -> None:
@@ -83,7 +83,7 @@ def write(directory: Path, model: GPT) -> None:
         for unit in engine.units:
             for segment in unit.layout.segments(unit.first_slice, unit.slices):
                 name = segment.spec.name
-                part = part_of(name, weights[name], model.config, SAVING_GRID.tensor_ranks, engine.ladder.tensor_rank).flatten()
+                part = part_of(name, weights[name], model.config, SAVING_GRID.tensor_ranks, engine.links.tensor_rank).flatten()
                 unit.main_weight[segment.offset : segment.offset + segment.stop - segment.start] = part[segment.start : segment.stop]
         saver = CheckpointSaver(directory, share_of(engine, with_moments=True), SaveOptions(), gathering.of(backend.rank))
         flags = {"model": asdict(model.config), "data": asdict(NULL), "padded_vocab_size": model.padded_vocab_size}

@@ -60,7 +60,7 @@ def rows_of(rank: int, ranks: int, micro_batch_size: int, samples: int, passes: 
 
 
 def engine_with(gather_world: Callable[[Tensor], Tensor], grid: Grid) -> Any:
-    return SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world, ladder=SimpleNamespace(grid=grid))
+    return SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world, links=SimpleNamespace(grid=grid))
 
 
 def held_out_set(engine: Any, samples: Squares, sampler: WholePassSampler, microbatches: int) -> HeldOutSet:

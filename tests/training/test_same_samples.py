@@ -33,7 +33,7 @@ def engine_of(other: MicroBatch, at: int, calls: list[Tensor], grid: Grid = GRID
         rows[at] = torch.tensor([checksum(other), other.first_sample], dtype=own.dtype)
         return rows.view(grid.data_ranks, grid.tensor_ranks, -1)
 
-    return SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world, ladder=SimpleNamespace(grid=grid))
+    return SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world, links=SimpleNamespace(grid=grid))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_later_micro_batch_that_differs_is_found_with_the_numbers_of_its_step_
     engine = SimpleNamespace(
         device=torch.device("cpu"),
         gather_world=lambda own: calls.append(own) or own.expand(8, -1).view(GRID.data_ranks, GRID.tensor_ranks, -1),
-        ladder=SimpleNamespace(grid=GRID),
+        links=SimpleNamespace(grid=GRID),
     )
     good, bad = SameSamples(engine), SameSamples(engine)  # type: ignore[arg-type]
     sums = [read_by(good)] * 8

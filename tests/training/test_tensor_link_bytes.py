@@ -75,7 +75,7 @@ def test_shared_elements_cross_once_per_step_those_of_the_rung_on_which_the_opti
         params = [param for unit in session.model.unit_specs() for param in unit.params]
         numel = sum(shared.stop - shared.start for param in params for shared in param.division.shared())
         session.close()
-        return numel, session.engine.ladder.ledger.total(Category.REPLICAS).tensor_bytes
+        return numel, session.engine.links.ledger.total(Category.REPLICAS).tensor_bytes
 
     found = run_world(grid, program)
     for tensor_rank in range(grid.tensor_ranks):

@@ -29,7 +29,7 @@ def without_plan(patch: pytest.MonkeyPatch) -> None:
 def order_of_events(flags: list[str]) -> list[str]:
     """Names of the calls that the entry makes, in order. Of a gather over the world also its number of values."""
     from megatron_zpp.checkpoint.saver import CheckpointSaver
-    from megatron_zpp.comm.links import Ladder
+    from megatron_zpp.comm.links import Links
     from megatron_zpp.training.stop_conditions import StopConditions
     from megatron_zpp.zero.engine import ZeroEngine
 
@@ -39,7 +39,7 @@ def order_of_events(flags: list[str]) -> list[str]:
         original = getattr(owner, name)
 
         def noted(self: object, *arguments: Any, **keywords: Any) -> Any:
-            events.append(f"{name} of {arguments[0].numel()}" if owner is Ladder else name)
+            events.append(f"{name} of {arguments[0].numel()}" if owner is Links else name)
             return original(self, *arguments, **keywords)
 
         return noted
@@ -51,7 +51,7 @@ def order_of_events(flags: list[str]) -> list[str]:
             (ZeroEngine, "update"),
             (CheckpointSaver, "wait_for_copy"),
             (StopConditions, "request"),
-            (Ladder, "gather_world"),
+            (Links, "gather_world"),
         ):
             patch.setattr(owner, name, noting(owner, name))
         without_plan(patch)

@@ -17,7 +17,7 @@ from harness.worlds import TurnLanes, run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.kept_places import Arena, HostPlaces
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
@@ -151,9 +151,9 @@ def test_places_are_made_at_the_start_with_the_bytes_of_the_plan(switches: str, 
 
     def program(backend: VirtualBackend) -> int:
         streams = Machine() if has_host else None
-        ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU, streams)
+        links = Links(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU, streams)
         with LiveBytes() as live:
-            kept = build_kept_inputs(config, torch.float32, ladder)
+            kept = build_kept_inputs(config, torch.float32, links)
             assert kept is not None
             return live.now
 
@@ -166,9 +166,9 @@ def test_places_are_made_at_the_start_with_the_bytes_of_the_plan(switches: str, 
 
 def test_without_a_switch_and_where_nothing_is_divided_autograd_keeps_the_inputs() -> None:
     def program(backend: VirtualBackend) -> list[bool]:
-        ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
+        links = Links(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
         flags = ["", "--sequence-parallel --partition-activations"]
-        return [build_kept_inputs(resolved(switches), torch.float32, ladder) is None for switches in flags]
+        return [build_kept_inputs(resolved(switches), torch.float32, links) is None for switches in flags]
 
     assert run_world(PAIR, program) == [[True, True]] * 2
 

@@ -97,7 +97,7 @@ def test_kept_copies_of_shared_rows_are_equal_if_blocks_have_no_other_elements(k
         rank.train()
         rank.engine.finish_differences()
         copies, weights = [], []
-        for sharing, places in shared_places([unit.layout for unit in rank.engine.units], rank.engine.ladder.own_slice, 1, 4).items():
+        for sharing, places in shared_places([unit.layout for unit in rank.engine.units], rank.engine.links.own_slice, 1, 4).items():
             for place in places if len(sharing.holders[0]) == 2 else ():
                 unit = rank.engine.units[place.unit]
                 assert unit.kept is not None

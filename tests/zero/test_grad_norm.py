@@ -26,7 +26,7 @@ def sharded(world: tuple[int, int], row: str) -> list[tuple[int, float]]:
         rank = Rank(Job(ROWS[row], shape=SHAPE), backend)
         rank.accumulate(0)
         rank.engine.finish_gradients()
-        return count_zeros(rank.engine.gradients, rank.engine.ladder), rank.engine.weight_norm()
+        return count_zeros(rank.engine.gradients, rank.engine.links), rank.engine.weight_norm()
 
     return run_world(world, program)
 

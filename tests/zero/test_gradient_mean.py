@@ -22,7 +22,7 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import EXACT
 from megatron_zpp.comm.codecs import LinkCodecs, Regions, make_codec
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import ParamSpec
@@ -92,14 +92,14 @@ def _descended(case: Case, microbatches: Sequence[list[Tensor]], codecs: LinkCod
     runs = layout.runs
 
     def program(backend: VirtualBackend) -> tuple[int, Tensor]:
-        ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
+        links = Links(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
         primary = torch.zeros(runs.numel)
         for index, gradients in enumerate(microbatches):
             full = Regions.of(gradients[backend.rank].clone(), runs)
             drawn = (codecs or case.codecs(backend.grid.ladder)).drawn_for(backend.rank, index)
-            hops = ladder.descend("unit", drawn, full, Regions.of(primary, runs), accumulate=True)
-            ladder.lanes.wait(hops[-1])
-        return ladder.own_slice, primary
+            hops = links.descend("unit", drawn, full, Regions.of(primary, runs), accumulate=True)
+            links.lanes.wait(hops[-1])
+        return links.own_slice, primary
 
     whole = torch.full((layout.numel,), float("nan"))
     blocks, exact = whole[: layout.blocks_numel].view(layout.slices, -1), whole[layout.blocks_numel :].view(layout.slices, -1)
@@ -343,7 +343,7 @@ def _first_step(world: tuple[int, int], job: Job) -> FirstStep:
         grad_norm = rank.engine.step(LEARNING_RATE).grad_norm
         clipped = [moments["exp_avg"] / (1 - 0.9) for moments in rank.engine.optimizer.moments]  # after one step with beta1 = 0.9
         rank.engine.close()
-        return rank.engine.ladder.own_slice, means, clipped, grad_norm
+        return rank.engine.links.own_slice, means, clipped, grad_norm
 
     results = sorted(run_world(world, program), key=lambda result: result[0])
     return FirstStep(

@@ -83,14 +83,14 @@ class Held:
 
 def held(rank: Rank) -> dict[str, Held]:
     rank.engine.finish_differences()
-    ladder = rank.engine.ladder
-    first = ladder.own_slice - ladder.topology.partition_of(ladder.data_rank)
+    links = rank.engine.links
+    first = links.own_slice - links.topology.partition_of(links.data_rank)
     found = {}
     for unit in rank.engine.units:
         assert unit.kept is not None
         main, copy = unit.main_regions(), unit.kept.values
         found[unit.name] = Held(
-            ladder.own_slice, (main.blocks.clone(), main.exact.clone()), first, (copy.blocks.clone(), copy.exact.clone())
+            links.own_slice, (main.blocks.clone(), main.exact.clone()), first, (copy.blocks.clone(), copy.exact.clone())
         )
     return found
 
@@ -168,10 +168,10 @@ def test_padding_of_a_copy_stays_zero() -> None:
         for step in range(3):
             rank.step(step)
         rank.engine.finish_differences()
-        ladder, has_padding = rank.engine.ladder, False
+        links, has_padding = rank.engine.links, False
         for unit in rank.engine.units:
             assert unit.kept is not None
-            for padding in unit.layout.paddings(ladder.own_slice, 1):
+            for padding in unit.layout.paddings(links.own_slice, 1):
                 has_padding = True
                 assert not unit.kept.own.range(padding.start, padding.stop).any()
         rank.engine.close()
@@ -310,4 +310,4 @@ def test_differences_need_a_rung_that_is_kept_and_a_sharded_optimizer(policy: Po
 def test_a_kept_copy_crosses_the_intra_link_exactly() -> None:
     with pytest.raises(ValueError, match="crosses the intra link exactly"):
         dataclasses.replace(lean(3), weight_codes=LinkCodes(E3, Code(8)))
-    assert lean(3).in_world(Grid.of_nodes(2, 1).ladder).weight_codes == LinkCodes(E3, EXACT)
+    assert lean(3).in_world(Grid.of_nodes(2, 1).links).weight_codes == LinkCodes(E3, EXACT)

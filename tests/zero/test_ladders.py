@@ -90,7 +90,7 @@ def test_norms_and_zeros_count_what_each_ladder_holds_and_what_they_share_once(r
         rank = Rank(Job(POLICIES[int(row[-1])], shape=ModelShape(has_spare=True)), backend, shares=shares)
         rank.accumulate(0)
         rank.engine.finish_gradients()
-        zeros = count_zeros(rank.engine.gradients, rank.engine.ladder)
+        zeros = count_zeros(rank.engine.gradients, rank.engine.links)
         if backend.grid.tensor_rank_of(backend.rank) == 1 and not shares:
             for unit in rank.engine.units:
                 unit.main_weight.mul_(2.0)

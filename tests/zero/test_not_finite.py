@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.codecs import LinkCodecs, Regions, Runs
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.policy import (
     POLICIES,
@@ -54,7 +54,7 @@ def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_
     dtype = DTYPES[(bits.inter + world_size) % 3]
 
     def program(backend: VirtualBackend) -> tuple[int, list[bool]]:
-        ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
+        links = Links(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
         codecs = LinkCodecs.of(bits.codes().in_world(backend.grid.ladder), dtype, 32)
         arrived = []
         for place, bad, on_rank in cases:
@@ -63,9 +63,9 @@ def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_
             if backend.rank == on_rank:
                 flat[place] = bad
             primary = torch.zeros(runs.numel)
-            ladder.lanes.wait(ladder.descend("unit", codecs, Regions.of(flat, runs), Regions.of(primary, runs), accumulate=True)[-1])
+            links.lanes.wait(links.descend("unit", codecs, Regions.of(flat, runs), Regions.of(primary, runs), accumulate=True)[-1])
             arrived.append(not primary.isfinite().all())
-        return ladder.own_slice, arrived
+        return links.own_slice, arrived
 
     for own_slice, arrived in run_world(world, program):
         owners = [place // runs.blocks if place < boundary else (place - boundary) // runs.exact for place, _, _ in cases]

@@ -159,11 +159,11 @@ def test_a_skipped_step_moves_nothing_over_the_host_link_and_changes_no_weight(r
             rank.backward(loss)
             with gpu.accesses.paused():
                 before = [piece.values.clone() for piece in owned_pieces(rank.engine)]
-                crossed = rank.engine.ladder.host_link.crossings
+                crossed = rank.engine.links.host_link.crossings
             result = rank.engine.step(LEARNING_RATE)
             with gpu.accesses.paused():
                 same = all(torch.equal(piece.values, values) for piece, values in zip(owned_pieces(rank.engine), before, strict=True))
-            found.append((result.is_skipped, rank.engine.ladder.host_link.crossings - crossed, same))
+            found.append((result.is_skipped, rank.engine.links.host_link.crossings - crossed, same))
         rank.engine.close()
         return found
 
@@ -225,14 +225,14 @@ def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or
             if step >= exact_iterations:
                 assert rank.engine.state_bytes().device <= sum(states.values())
                 assert exact_iterations or rank.engine.state_bytes().device == sum(states.values())
-            crossings.append(rank.engine.ladder.host_link.crossings)
+            crossings.append(rank.engine.links.host_link.crossings)
             rank.engine.step(0.1)
         owned, differs = slice_numel(rank), row == "lean"
         assert rank.engine.state_bytes().host == on_host.total() == (14 if differs else 12) * owned
         if job.policy.gradients is Rung.PRIMARY:
             assert states[GRADIENTS] == 4 * owned and OPTIMIZER not in states
-        assert rank.engine.ladder.host_link.pinned_bytes == plan.on_host[PINNED]
-        staging = rank.engine.ladder.staging.allocated_bytes
+        assert rank.engine.links.host_link.pinned_bytes == plan.on_host[PINNED]
+        staging = rank.engine.links.staging.allocated_bytes
         assert exact_iterations or staging <= planned.memory.on_device[PAYLOADS] + kept  # else the plan's peak is in an exact step
         rank.engine.close()
         assert [after - before for before, after in itertools.pairwise(crossings)] == [2 * len(rank.engine.units)] * (job.steps - 1)

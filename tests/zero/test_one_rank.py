@@ -21,7 +21,7 @@ def test_one_rank_submits_no_hop_and_takes_no_buffer(row: str) -> None:
     def program(backend: VirtualBackend) -> tuple[int, int]:
         rank = Rank(Job(EVERY_ROW[row], torch.bfloat16, ModelShape(is_recomputed=True), microbatches=2), backend)
         rank.train()
-        return len(rank.lanes.submissions), rank.engine.ladder.staging.allocated_bytes
+        return len(rank.lanes.submissions), rank.engine.links.staging.allocated_bytes
 
     assert run_world((1, 1), program) == [(0, 0)]
 

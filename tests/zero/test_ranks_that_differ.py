@@ -277,7 +277,7 @@ def refused(rank: Rank) -> str:
     rank.engine.finish_gradients()
     rank.engine.finish_updates()
     if rank.backend.rank == rank.backend.grid.world_size - 1:
-        rank.engine.ladder.hop_order.add(LANES[2], "more")
+        rank.engine.links.hop_order.add(LANES[2], "more")
     state = [*(unit.main_weight for unit in rank.engine.units), *rank.engine.optimizer.live_tensors()]
     before = [tensor.clone() for tensor in state]
     with pytest.raises(RuntimeError) as error:

@@ -43,7 +43,7 @@ def _chunks(uses: tuple[Use, ...]) -> list[list[int]]:
     return [[index for index, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
 
 
-class RestingLadder:
+class RestingLinks:
     """Which units rest, climb or stand full, if every unit rests whenever the schedule lets it: an independent reading of the moments."""
 
     def __init__(self, uses: tuple[Use, ...], schedule: Schedule) -> None:
@@ -89,11 +89,11 @@ class RestingLadder:
             self.to_secondary.append(unit)
 
 
-def _microbatch(uses: tuple[Use, ...], prefetch: Prefetch) -> RestingLadder:
-    ladder = RestingLadder(uses, training_schedule(uses, prefetch))
+def _microbatch(uses: tuple[Use, ...], prefetch: Prefetch) -> RestingLinks:
+    links = RestingLinks(uses, training_schedule(uses, prefetch))
     for moment in _forward(uses) + _backward(uses):
-        ladder.run(moment)
-    return ladder
+        links.run(moment)
+    return links
 
 
 @given(models, prefetches)
@@ -105,8 +105,8 @@ def test_every_unit_that_a_use_reads_was_submitted_before_it_is_waited_for_and_s
 
 @given(models, prefetches)
 def test_after_a_micro_batch_everything_rests_and_nothing_is_on_its_way(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
-    ladder = _microbatch(uses, prefetch)
-    assert not ladder.full | ladder.climbing | ladder.on_secondary
+    links = _microbatch(uses, prefetch)
+    assert not links.full | links.climbing | links.on_secondary
 
 
 @given(models, prefetches)
@@ -115,9 +115,9 @@ def test_blocks_and_a_tied_embedding_climb_twice_per_micro_batch_and_the_others_
     expected = Counter({use.units[0]: 2 for use in uses[1:-1]}) + Counter(norm=1, emb=2 if is_tied else 1)
     if not is_tied:
         expected["head"] = 1
-    ladder = _microbatch(uses, prefetch)
-    assert Counter(ladder.to_full) == expected
-    assert Counter(ladder.to_secondary) == expected
+    links = _microbatch(uses, prefetch)
+    assert Counter(links.to_full) == expected
+    assert Counter(links.to_secondary) == expected
 
 
 @given(models, prefetches)
@@ -137,11 +137,11 @@ def test_how_many_units_stand_full_at_once_depends_on_the_chunk_and_not_on_the_d
 
 @given(models, prefetches)
 def test_an_evaluation_reads_full_units_climbs_once_per_use_and_ends_at_rest(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
-    ladder = RestingLadder(uses, evaluation_schedule(uses, prefetch))
+    links = RestingLinks(uses, evaluation_schedule(uses, prefetch))
     for moment in _forward(uses):
-        ladder.run(moment)
-    assert Counter(ladder.to_full) == Counter(unit for use in uses for unit in use.units)
-    assert not ladder.full | ladder.climbing | ladder.on_secondary
+        links.run(moment)
+    assert Counter(links.to_full) == Counter(unit for use in uses for unit in use.units)
+    assert not links.full | links.climbing | links.on_secondary
 
 
 @given(models, prefetches, st.data())
@@ -150,15 +150,15 @@ def test_an_evaluation_between_any_two_moments_leaves_the_micro_batch_with_full_
 ) -> None:
     moments = _forward(uses) + _backward(uses)
     at = data.draw(st.sampled_from([0, 2 * len(uses), len(moments)]))  # before forward, before backward, after both
-    ladder = RestingLadder(uses, training_schedule(uses, prefetch))
+    links = RestingLinks(uses, training_schedule(uses, prefetch))
     for moment in moments[:at]:
-        ladder.run(moment)
-    ladder.schedule = evaluation_schedule(uses, prefetch)
+        links.run(moment)
+    links.schedule = evaluation_schedule(uses, prefetch)
     for moment in _forward(uses):
-        ladder.run(moment)
-    ladder.schedule = training_schedule(uses, prefetch)
+        links.run(moment)
+    links.schedule = training_schedule(uses, prefetch)
     for moment in moments[at:]:
-        ladder.run(moment)
+        links.run(moment)
 
 
 @given(models)
@@ -179,15 +179,15 @@ def test_units_descend_once_each_in_the_order_in_which_backward_completes_them(u
 
 def test_a_model_of_one_use_keeps_its_weights_from_forward_to_backward() -> None:
     uses = (Use("all", ("all",), True),)
-    ladder = _microbatch(uses, Prefetch())
-    assert ladder.to_full == ["all"]
-    assert not ladder.full
+    links = _microbatch(uses, Prefetch())
+    assert links.to_full == ["all"]
+    assert not links.full
 
 
 def test_a_unit_read_by_two_neighbouring_uses_does_not_rest_between_them() -> None:
     uses = (Use("a", ("x",), True), Use("b", ("x", "y"), True), Use("c", ("z",), True))
-    ladder = _microbatch(uses, Prefetch(0, 0))
-    assert ladder.to_full == ["x", "y", "z", "x", "y"]
+    links = _microbatch(uses, Prefetch(0, 0))
+    assert links.to_full == ["x", "y", "z", "x", "y"]
 
 
 COLUMNS = ("rest", "climb_to_secondary", "climb_to_full", "wait")

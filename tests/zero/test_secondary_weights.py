@@ -258,7 +258,7 @@ def test_the_buffers_of_secondary_rungs_are_used_again_in_the_next_step() -> Non
         allocated = []
         for step in range(12):
             rank.step(step)
-            allocated.append(rank.engine.ladder.staging.allocated_bytes)
+            allocated.append(rank.engine.links.staging.allocated_bytes)
         codec = make_codec(Code(8), torch.bfloat16, rank.job.block_numel)
         secondary_bytes = sum(
             backend.grid.ladder.link_ranks(Link.INTER) * codec.payload_bytes(unit.layout.runs) for unit in rank.engine.units

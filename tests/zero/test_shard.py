@@ -210,7 +210,7 @@ def test_padding_of_gradients_is_zero_with_a_codec_of_ones_own_that_mixes_neighb
         found = [
             gradient.primary.range(padding.start, padding.stop)
             for gradient in engine.gradients
-            for padding in gradient.layout.paddings(engine.ladder.own_slice, 1)
+            for padding in gradient.layout.paddings(engine.links.own_slice, 1)
         ]
         engine.close()
         return found
@@ -573,7 +573,7 @@ def test_an_engine_that_is_not_closed_is_freed_with_its_module() -> None:
         engine = shard(model, ALL, backend=backend)
         engine.backward(tied_loss(model, 0))
         engine.step(LEARNING_RATE)
-        engine.ladder.lanes.drain()
+        engine.links.lanes.drain()
         engines.append(weakref.ref(engine))
 
     run_world((1, 2), program, takes_turns=False)

@@ -13,7 +13,7 @@ from harness.worlds import TurnLanes, run_world
 from torch import Tensor, nn
 
 from megatron_zpp.comm.backend import Backend
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.zero import shard as shard_module
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_offloaded_optimizer
@@ -50,11 +50,11 @@ def streams_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_lanes(_: Any) -> Any:
         return TurnLanes() if _of_thread.gpu is None else _of_thread.gpu.lanes
 
-    def make_ladder(*parts: Any) -> Ladder:
-        return Ladder(*parts, streams=None if _of_thread.gpu is None else _of_thread.gpu.machine)
+    def make_links(*parts: Any) -> Links:
+        return Links(*parts, streams=None if _of_thread.gpu is None else _of_thread.gpu.machine)
 
     monkeypatch.setattr(shard_module, "make_lanes", make_lanes)
-    monkeypatch.setattr(shard_module, "Ladder", make_ladder)
+    monkeypatch.setattr(shard_module, "Links", make_links)
 
 
 def train(policy: Policy, backend: Backend, gpu: Gpu | None = None) -> History:

@@ -92,7 +92,7 @@ def test_parts_are_added_in_the_order_of_the_ranks_and_whole_gradients_are_those
 
     results = run_world(grid, program)
     for data_rank in range(grid.data_ranks):
-        of_link = [results[grid.rank_of(data_rank, ladder)] for ladder in range(grid.tensor_ranks)]
+        of_link = [results[grid.rank_of(data_rank, links)] for links in range(grid.tensor_ranks)]
         for name in of_link[0][0]:
             wanted = expected(name, [before[name] for before, _ in of_link])
             for (_, after), values in zip(of_link, wanted, strict=True):
@@ -207,7 +207,7 @@ def test_norms_zeros_and_clipping_count_each_element_once(grid: Grid, groups: in
                 parameter.register_hook(torch.zeros_like)
         rank.accumulate(0)
         rank.engine.finish_gradients()
-        zeros, weights = int(count_zeros(rank.engine.gradients, rank.engine.ladder)), rank.engine.weight_norm()
+        zeros, weights = int(count_zeros(rank.engine.gradients, rank.engine.links)), rank.engine.weight_norm()
         norm = rank.engine.update(LEARNING_RATE).grad_norm
         rank.engine.close()
         return norm, weights, zeros

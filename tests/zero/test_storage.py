@@ -55,7 +55,7 @@ def _peaks(backend: VirtualBackend, layers: int, is_recomputed: bool) -> tuple[i
         rank.step(step)
     rank.engine.close()
     block_bytes = rank.engine.units[1].layout.numel * 4
-    return max(seen), rank.engine.ladder.staging.allocated_bytes // block_bytes
+    return max(seen), rank.engine.links.staging.allocated_bytes // block_bytes
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])

@@ -24,7 +24,7 @@ def ends_with_gradients_of(value: float, rank: Rank) -> bool:
     own = [
         gradient.primary.range(segment.offset, segment.offset + segment.stop - segment.start)
         for gradient in rank.engine.gradients
-        for segment in gradient.layout.segments(rank.engine.ladder.own_slice, 1)
+        for segment in gradient.layout.segments(rank.engine.links.own_slice, 1)
     ]
     rank.engine.close()
     return bool(own) and all(bool((part == value).all()) for part in own)
@@ -35,7 +35,7 @@ def test_what_has_been_collected_stays_until_it_has_descended_whoever_waits_for_
 
     def program(backend: VirtualBackend) -> bool:
         rank = Rank(Job(POLICIES[3], microbatches=2), backend)
-        staging = rank.engine.ladder.staging
+        staging = rank.engine.links.staging
         for gradient in rank.engine.gradients:
             for microbatch in (1.0, 2.0):
                 collect_everywhere(gradient, microbatch)
@@ -72,7 +72,7 @@ def test_a_finish_with_nothing_under_way_books_and_changes_nothing() -> None:
         rank = Rank(Job(POLICIES[3]), backend)
         for gradient in rank.engine.gradients:
             gradient.finish()
-        free = dict(rank.engine.ladder.staging._free)
+        free = dict(rank.engine.links.staging._free)
         rank.engine.close()
         return not free
 

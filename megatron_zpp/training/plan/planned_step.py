@@ -30,7 +30,7 @@ from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.model_record import Event, ModelRecord, record_model
 from megatron_zpp.training.plan.program import Booked, Compute, Cross, Item, Segment, Submit
-from megatron_zpp.training.plan.recorder import META, NoLanes, PlannedStaging, RecordedStreams, Recorder, recorded_ladder
+from megatron_zpp.training.plan.recorder import META, NoLanes, PlannedStaging, RecordedStreams, Recorder, recorded_links
 from megatron_zpp.training.plan.repeats import Repeat, without_repeats
 from megatron_zpp.training.plan.step_record import EngineRun, StepRecord
 from megatron_zpp.training.setup import build_model, engine_options, working_dtype
@@ -205,14 +205,14 @@ def _recorded(job: _ModelJob) -> ModelRecord:
     config, recorder = job.config, Recorder(notes_streams=True)
     streams = RecordedStreams(recorder) if job.workspace.is_on_gpu else None
     staging = PlannedStaging(streams, None)
-    ladder = recorded_ladder(job.grid, recorder, NoLanes(), streams, staging)
+    links = recorded_links(job.grid, recorder, NoLanes(), streams, staging)
     places = (staging,) if streams is None else (staging, streams)
     with standing_for(job.workspace.device_type):
-        model = build_model(config, job.padded_vocab_size, None, ladder)
+        model = build_model(config, job.padded_vocab_size, None, links)
 
         def loss_of(live: LiveMemory) -> Tensor:
             with live.of_kind(KEPT_INPUTS):
-                inputs = build_kept_inputs(config, working_dtype(config.precision), ladder)
+                inputs = build_kept_inputs(config, working_dtype(config.precision), links)
             if inputs is not None:
                 model.keep_inputs(inputs)
             return microbatch_loss(model, _batch(config, job.grid), META)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_zpp.comm.backend import Work
 from megatron_zpp.comm.lanes import Hop, Lanes
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic, link_traffic
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.moves import NEVER
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.ops.planned import CodecWork, listening
@@ -384,7 +384,7 @@ class RecordedThreadLanes(RecordedLanes):
 # ---- the links of a rank
 
 
-def recorded_ladder(grid: Grid, recorder: Recorder, lanes: Lanes, streams: RecordedStreams | None, staging: PlannedStaging) -> Ladder:
+def recorded_links(grid: Grid, recorder: Recorder, lanes: Lanes, streams: RecordedStreams | None, staging: PlannedStaging) -> Links:
     """The links of rank 0. streams: None on a CPU."""
     backend = RecordedBackend(grid, recorder, has_streams=streams is not None)
-    return Ladder(backend, lanes, RecordedLedger(grid, recorder), META, streams, staging=staging)
+    return Links(backend, lanes, RecordedLedger(grid, recorder), META, streams, staging=staging)

@@ -39,7 +39,7 @@ from megatron_zpp.training.plan.recorder import (
     RecordedStreams,
     RecordedThreadLanes,
     Recorder,
-    recorded_ladder,
+    recorded_links,
 )
 from megatron_zpp.training.step import gather_numbers
 from megatron_zpp.zero.engine import ZeroEngine
@@ -138,11 +138,11 @@ class EngineRun:
         staging.live = live
         if streams is not None:
             streams.live = live
-        ladder = recorded_ladder(self._grid, recorder, lanes, streams, staging)
+        links = recorded_links(self._grid, recorder, lanes, streams, staging)
         model = HollowModel(self._record, self._player, lambda: live.of_kind(None))
         with standing_for(self._workspace.device_type), live, live.of_kind(OTHER):
             options = EngineOptions(**{**vars(self._options), "observer": observer})
-            engine = ZeroEngine(model, self._record.units, self._record.uses, options, ladder)
+            engine = ZeroEngine(model, self._record.units, self._record.uses, options, links)
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
                 self._name_states(unit, _sums_of(gradient), list(moments.values()))
             self._peaks.clear()  # a unit has no storage of its own when the next one is made; until now they were counted together

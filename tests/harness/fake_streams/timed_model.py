@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from harness.fake_streams.gpus import Gpu
 from harness.small_engine import CPU, initial_values
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.zero.engine import ZeroEngine
@@ -57,8 +57,8 @@ def step_time(gpu: Gpu, options: EngineOptions, *, uses: int, microbatches: int,
     model = nn.Sequential(*[TimedUse(gpu) for _ in range(uses)])
     division, values = Division.undivided((WIDTH, WIDTH)), partial(initial_values, "w", WIDTH**2, 2)
     specs = [UnitSpec(f"unit {use}", (ParamSpec(f"{use}.linear.weight", division, values, True),)) for use in range(uses)]
-    ladder = Ladder(gpu.backend, gpu.lanes, Ledger(gpu.backend.grid, gpu.backend.rank), CPU, gpu.machine)
-    engine = ZeroEngine(model, specs, [Use(str(use), (f"unit {use}",), True) for use in range(uses)], options, ladder)
+    links = Links(gpu.backend, gpu.lanes, Ledger(gpu.backend.grid, gpu.backend.rank), CPU, gpu.machine)
+    engine = ZeroEngine(model, specs, [Use(str(use), (f"unit {use}",), True) for use in range(uses)], options, links)
     _take_time(gpu, engine.optimizer, update, on_host=options.policy.optimizer is Rung.HOST)
     begin = 0.0
     for _ in range(steps):

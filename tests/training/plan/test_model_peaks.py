@@ -11,7 +11,7 @@ from harness.live_bytes import LiveBytes
 from harness.planned_rank import peak_of_model, planned_activations
 from harness.small_gpt import ARCHITECTURES, LLAMA, small_config
 
-from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.links import Links
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.parallel.grid import Grid
@@ -83,9 +83,9 @@ def peak_bytes(config: ModelConfig, dtype: torch.dtype, grid: Grid, *, sequence_
     """The most on any rank. The gradient of a weight is freed when it has been made, as the engine does."""
     tokens = torch.randint(VOCAB, (SAMPLES, config.seq_length // grid.context_ranks), generator=torch.Generator().manual_seed(3))
 
-    def on_rank(ladder: Ladder) -> int:
-        tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, sequence_parallel)
-        model = materialize(GPT(config, vocabulary, 7, dtype, tensor, ladder.context_link))
+    def on_rank(links: Links) -> int:
+        tensor = None if links.tensor_link is None else TensorParallel(links.tensor_link, sequence_parallel)
+        model = materialize(GPT(config, vocabulary, 7, dtype, tensor, links.context_link))
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_free)
         with LiveBytes() as live:
