@@ -30,7 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_zpp.model.head_loss import head_loss
+from megatron_zpp.model.loss import head_loss
 from megatron_zpp.model.loss_chunks import ranges
 from megatron_zpp.monitor.memory import PROCESS_STATUS, max_resident_bytes, resident_bytes
 from megatron_zpp.ops.device_kind import standing_for

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.blueprint import Blueprint
 from megatron_zpp.model.divisions import Role
-from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.linear import make_linear
+from megatron_zpp.model.loss import head_loss
 from megatron_zpp.model.norm import make_norm
 from megatron_zpp.tensor_parallel.regions import enter, gathered_channels
 from megatron_zpp.tensor_parallel.vocabulary import DividedRows

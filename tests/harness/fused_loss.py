@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.live_bytes import LiveBytes
-from megatron_zpp.model.head_loss import head_loss
+from megatron_zpp.model.loss import head_loss
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.training.plan.live_memory import Workspace, most_bytes

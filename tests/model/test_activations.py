@@ -11,7 +11,7 @@ from harness.planned_rank import peak_of_model, planned_activations
 from harness.small_gpt import VOCAB, small_config, small_gpt
 from torch import Tensor, nn
 
-from megatron_zpp.model.head_loss import head_loss
+from megatron_zpp.model.loss import head_loss
 from megatron_zpp.ops.device_kind import standing_for
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.plan.live_memory import Workspace, most_bytes

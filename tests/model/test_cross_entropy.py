@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.model.cross_entropy import token_loss
+from megatron_zpp.model.loss import token_loss
 from megatron_zpp.ops import softmax_reference
 
 

@@ -11,8 +11,7 @@ from harness.tensor_ranks import run_tensor_ranks
 from torch import Tensor
 
 from megatron_zpp.comm.tensor_link import TensorLink
-from megatron_zpp.model.head_loss import head_loss
-from megatron_zpp.model.softmax_loss import softmax_loss
+from megatron_zpp.model.loss import head_loss, softmax_loss
 from megatron_zpp.ops import softmax_reference
 from megatron_zpp.tensor_parallel.vocabulary import DividedRows
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.model import cross_entropy
 from megatron_zpp.model.gpt import GPT, materialize
-from megatron_zpp.model.head_loss import head_loss
+from megatron_zpp.model.loss import head_loss, token_loss
 from megatron_zpp.model.loss_chunks import chunk_columns, has_chunks, ranges
 from megatron_zpp.ops import softmax_reference
 
@@ -107,7 +106,7 @@ def test_the_gradient_of_hidden_states_is_added_up_in_fp32_over_the_chunks() -> 
 @pytest.mark.parametrize("chunk_tokens", [0, TOKENS, 1000])
 def test_without_chunks_and_in_one_chunk_bits_are_those_of_whole_logits(dtype: torch.dtype, chunk_tokens: int) -> None:
     inputs = head_inputs(dtype)
-    whole = results(lambda hidden, weight, labels: cross_entropy.token_loss(F.linear(hidden, weight), labels), *inputs)
+    whole = results(lambda hidden, weight, labels: token_loss(F.linear(hidden, weight), labels), *inputs)
     assert all(map(torch.equal, results(lambda *args: head_loss(*args, chunk_tokens), *inputs), whole))
 
 
