@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import FlagError, any_of, divisors, in_words, spelling_of
-from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
+from megatron_zpp.config.groups.zero import BLOCK_BITS, GAUSSIAN_BITS, WORKING_DTYPE_BITS
 from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import Config
 
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_weight_differences", "zero_quantized_gradients")
-ABSMAX_BITS = (4, 8, WORKING_DTYPE_BITS)
-GAUSSIAN_BITS = (1, 2, 3, 4)
+ABSMAX_BITS = (*BLOCK_BITS, WORKING_DTYPE_BITS)
 GAUSSIAN_INTRA_BITS = 8
 GAUSSIAN_BLOCK = 256
 MOST_GAUSSIAN_PARTITIONS = 256  # whose codes a kernel decodes at a time (kMostSenders)

@@ -7,9 +7,11 @@ from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.groups.zero import BLOCK_BITS, GAUSSIAN_BITS
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_zero import MOST_GAUSSIAN_PARTITIONS
 from megatron_zpp.config.schema import Config
+from megatron_zpp.ops import payload
 
 RUN = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --train-iters 4 --lr 1e-3"
 DIFFERENCES = "--zero-quantized-weight-differences"
@@ -19,6 +21,10 @@ SUMS = "--zero-gradients-between-microbatches secondary"
 
 def resolved(flags: str, world: tuple[int, int] = (4, 2)) -> Config:
     return resolve(parse_flags(f"{RUN} {flags}".split()), *world)
+
+
+def test_flags_allow_the_bits_that_codes_have() -> None:
+    assert (BLOCK_BITS, GAUSSIAN_BITS) == (payload.BITS, payload.GAUSSIAN_BITS)
 
 
 @pytest.mark.parametrize(

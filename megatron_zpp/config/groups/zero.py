@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from megatron_zpp.config.flag import COUNT, LARGEST_WIDTH, POSITIVE_RANKS, Bounds, flag, needs
 
 WORKING_DTYPE_BITS = 16  # a number of bits that means no quantization, even if the working dtype is fp32
+# Those of ops/payload.py, which this room does not see; a test compares them.
+BLOCK_BITS = (4, 8)
+GAUSSIAN_BITS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class ZeroConfig:
     )
     zero_quantized_gradients: bool = flag(False, help="qgZ: gradients cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_quantized_weights_bits: int = flag(
-        8, help="Bits of a weight under --zero-quantized-weights.", unit="bits", allowed=(4, 8), needs=needs("zero_quantized_weights")
+        8, help="Bits of a weight under --zero-quantized-weights.", unit="bits", allowed=BLOCK_BITS, needs=needs("zero_quantized_weights")
     )
     zero_quantized_weight_differences: bool = flag(
         False,
@@ -52,7 +55,7 @@ class ZeroConfig:
         3,
         help="Bits of a weight's difference under --zero-quantized-weight-differences.",
         unit="bits",
-        allowed=(1, 2, 3, 4),
+        allowed=GAUSSIAN_BITS,
         needs=needs("zero_quantized_weight_differences"),
     )
     zero_quantized_gradients_code: str = flag(
@@ -67,7 +70,7 @@ class ZeroConfig:
         help="Bits of a gradient between the ranks of one partition (a node, or a group of --zero-hpz-partition-size ranks) under "
         "--zero-quantized-gradients; 16 is the working precision.",
         unit="bits",
-        allowed=(4, 8, WORKING_DTYPE_BITS),
+        allowed=(*BLOCK_BITS, WORKING_DTYPE_BITS),
         otherwise="4, or 8 with --zero-quantized-gradients-code gaussian",
         needs=needs("zero_quantized_gradients"),
     )
@@ -75,7 +78,7 @@ class ZeroConfig:
         None,
         help="Bits of a gradient between partitions under --zero-quantized-gradients; 16 is the working precision.",
         unit="bits",
-        allowed=(1, 2, 3, 4, 8, WORKING_DTYPE_BITS),
+        allowed=(*sorted({*GAUSSIAN_BITS, *BLOCK_BITS}), WORKING_DTYPE_BITS),
         otherwise="4, or 3 with --zero-quantized-gradients-code gaussian",
         needs=needs("zero_quantized_gradients"),
     )
