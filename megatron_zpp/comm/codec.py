@@ -80,7 +80,7 @@ class Regions:
 class Codec(Protocol):
     """Turns slices into payloads and back. Values are fp32, bf16 or fp16; payloads are uint8, in rows that start at multiples of 16 bytes.
 
-    EngineOptions.make_codec makes one codec per unit, link and direction. A codec of your own must keep these rules:
+    EngineOptions.make_codec makes the codec of each link in each direction; units may share it. A codec of your own must keep these rules:
     - It is immutable, and codecs that encode alike compare equal. If both links have equal codecs, a payload crosses both unchanged.
     - payload_bytes depends on `runs` alone, so that all ranks send messages of the same size.
     - The same payload decodes to the same bits on every rank, or ranks would train different weights.
@@ -101,7 +101,7 @@ class Codec(Protocol):
 
     @property
     def mixes_neighbours(self) -> bool:
-        """Whether the error of a value spreads to its neighbours, which may be padding. Classes that inherit from Codec: no."""
+        """Whether the error of a value spreads to its neighbours, which may be padding. Not unless a codec says so."""
         return False
 
     def payload_bytes(self, runs: Runs) -> int:
@@ -139,7 +139,7 @@ class Codec(Protocol):
 
     @property
     def family(self) -> Hashable:
-        """Codecs of equal families have the same blocks, so that recoding needs no values between them. None: no other codec does."""
+        """Codecs of equal families recode into each other by `recode_mean_into` of their own. None: a mean of values is between them."""
         return None
 
     def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:

@@ -77,8 +77,7 @@ class BlockCodec(Codec):
 
         | codes | scales | exact run |, each padded to 16 bytes
 
-    code: a code with bits. A Hadamard rotation spreads errors to the padding after a parameter as well; a caller that needs zeros there
-    writes them.
+    code: a code with bits. A Hadamard rotation writes errors into padding as well; the caller sets it to zero again.
     noise_key: stochastic rounding depends on it and on a value's index within one call. None if the code rounds to nearest.
     """
 
@@ -194,7 +193,7 @@ def _round_mean(members: Tensor, rounded: Tensor) -> None:
 
 @dataclass(frozen=True)
 class LinkCodecs:
-    """The codec of each link, in one direction. noise_seed: seed of stochastic rounding, for codecs that have it."""
+    """The codec of each link, in one direction. noise_seed: seed of stochastic rounding and of the signs of rotations."""
 
     inter: Codec
     intra: Codec

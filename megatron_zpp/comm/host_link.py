@@ -43,7 +43,7 @@ class Arrival:
 
 @dataclass
 class _Slot:
-    """A place of payloads on their way up. copied: the last copy from it has ended."""
+    """A place of payloads on their way up. copied: the event of the last copy from it."""
 
     memory: Tensor
     copied: Event | None = None

@@ -40,11 +40,11 @@ INTER_DESCEND = Lane(Link.INTER, Direction.DESCEND)
 
 @dataclass(frozen=True)
 class Climb:
-    """The unit that climbs to a secondary rung. runs: of each slice.
+    """How one unit climbs to its secondary rung. runs: of each slice.
 
     encode_own: fills the payload [1, payload_bytes] of the own slice, in the inter link's codec.
-    arrive: takes the payloads [N, payload_bytes] of the column, and fills those of the secondary rung, in the intra link's codec. By
-    default they are decoded and encoded again, or forwarded if both links have the same codec.
+    arrive: makes from the payloads [N, payload_bytes] of the column those of the secondary rung, in the intra link's codec. By default they
+    are decoded and encoded again, or taken as they are if both links have the same codec.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Climb:
     arrive: Callable[[Tensor, Tensor], None] | None = None
 
     @property
-    def forwards(self) -> bool:
+    def passes_through(self) -> bool:
         """Whether what comes over the inter link is the secondary rung itself."""
         return self.arrive is None and self.codecs.inter == self.codecs.intra
 
@@ -128,12 +128,12 @@ class Links:
             climb.encode_own(buffers[0].view(1, -1))
 
         def launch() -> Work | None:
-            if not climb.forwards:
+            if not climb.passes_through:
                 buffers.append(self.staging.take(self.partitions * own_bytes))
-            return self.backend.all_gather(INTER_CLIMB, payloads.view(-1) if climb.forwards else buffers[1], buffers[0])
+            return self.backend.all_gather(INTER_CLIMB, payloads.view(-1) if climb.passes_through else buffers[1], buffers[0])
 
         def land() -> None:
-            if not climb.forwards:
+            if not climb.passes_through:
                 climb.fill(buffers[1].view(-1, own_bytes), payloads)
             while buffers:
                 self.staging.give(buffers.pop())

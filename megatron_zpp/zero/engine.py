@@ -42,7 +42,7 @@ class ZeroEngine:
 
     Every rank must make the same calls in the same order. shard() makes an engine for any module (zero/shard.py).
     module: its parameters may be on the meta device; each is replaced by an nn.Parameter of its unit.
-    units, gradients: its parts of each unit, in the order of `unit_specs`. options: with the policy of this world.
+    units, gradients: of this rank, one per unit, in the order of `unit_specs`. options: with the policy of this world.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ZeroEngine:
         self._check_open()
         if not 1 <= microbatches < math.inf:
             raise UserError(f"microbatches is {microbatches}; give the number of micro-batches in this step, 1 or more")
-        self.finish_updates()  # of units that this forward did not reach: gradients are written over the sums that they read
+        self.finish_updates()  # those that are left read the sums of gradients that this backward overwrites
         self._pass.backward(loss * (self.loss_scaler.scale / microbatches), is_last_microbatch=is_last_microbatch)
 
     def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
@@ -143,7 +143,7 @@ class ZeroEngine:
         """
         self._check_open()
         if self._progress.is_mean_missing():
-            self._step.take_mean()
+            self._step.finish_gradients()
             self._progress.end_mean()
 
     def update(
@@ -190,7 +190,7 @@ class ZeroEngine:
         for unit in self.units:
             unit.climb(self.options.policy.weights_in_step)
             if self.options.policy.weights_in_step is Rung.FULL:
-                unit.wait(Category.WEIGHTS)  # one by one, because each holds a secondary rung until its full one has landed
+                unit.wait(Category.WEIGHTS)  # one by one: until its full rung has landed, a unit also holds a secondary one
         for unit in self.units:
             unit.finish_climbs()
 

@@ -19,7 +19,7 @@ class EngineOptions:
 
     dtype: of the working weights and their gradients. clip_grad: largest global gradient norm, 0 for no clipping.
     full_precision_iterations: number of steps at the start of a run in which nothing is quantized.
-    noise_seed: seed of stochastic rounding. counts_zeros: whether a step counts the zeros of the mean gradient.
+    noise_seed: of stochastic rounding and of the signs of rotations. counts_zeros: whether a step counts the zeros of the mean gradient.
     make_codec: makes the codec of each link (comm/codecs.py).
     observer: receives the phases of a step, and each use while it is computed.
     """

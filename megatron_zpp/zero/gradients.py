@@ -27,7 +27,7 @@ from megatron_zpp.comm.links import Climb, Links
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
 
-LARGEST_UNDER_WAY = 2  # descents; each holds the gradient of a whole unit until it has landed
+MOST_UNDER_WAY = 2  # descents; each holds the gradient of a whole unit until it has landed
 
 
 class UnitGradient:
@@ -66,7 +66,7 @@ class UnitGradient:
         """Takes the gradient of parameter `index` of the layout; returns True once every parameter has brought its gradient."""
         self.finish()  # the descent of the last micro-batch may still read the buffer that this one is written to
         self.reached.add(index)
-        return self._collector.collect(index, gradient)
+        return self._collector.put(index, gradient)
 
     def fill_missing(self) -> None:
         """Writes zeros for parameters that the loss did not reach in this micro-batch."""
@@ -76,7 +76,7 @@ class UnitGradient:
     def descend(self, *, is_last_microbatch: bool) -> None:
         """Submits the hops that are due after this micro-batch."""
         name, links = self.name, self._links
-        values = self._collector.complete()
+        values = self._collector.take()
         if links.topology.is_one_rank:
             return
         codecs = self._codecs.drawn_for(name, links.data_rank, self._iteration, self._microbatch)
@@ -159,12 +159,12 @@ class _Collector:
         self._small: dict[int, Tensor] = {}  # gradients of one dimension that have arrived, by parameter
         self._buffer: Tensor | None = None  # [numel] of the working dtype, from the first gradient on until the descent has landed
 
-    def collect(self, index: int, gradient: Tensor) -> bool:
+    def put(self, index: int, gradient: Tensor) -> bool:
         """Takes the gradient of parameter `index` of the layout; returns True once every parameter has brought its gradient."""
         if self._is_small[index]:
             self._small[index] = gradient
         else:
-            self._put([self._place_of(index)], [gradient.view(-1)])
+            self._write([self._place_of(index)], [gradient.view(-1)])
         self._arrived.add(index)
         return len(self._arrived) == len(self._layout.params)
 
@@ -174,10 +174,10 @@ class _Collector:
         if missing and not self._adds:
             torch._foreach_zero_([self._place_of(index) for index in missing])
 
-    def complete(self) -> Regions:
+    def take(self) -> Regions:
         """The values of the whole unit, ready to descend. What is collected next belongs to the next micro-batch."""
         if self._small:
-            self._put([self._place_of(index) for index in self._small], list(self._small.values()))
+            self._write([self._place_of(index) for index in self._small], list(self._small.values()))
         if self._sums is not None and not self._adds:
             self._clear_paddings(self._sums)  # after a skipped step they are NaN
         self._small.clear()
@@ -195,7 +195,7 @@ class _Collector:
             self._staging.give(self._buffer.view(torch.uint8))
         self._buffer = None
 
-    def _put(self, places: list[Tensor], gradients: list[Tensor]) -> None:
+    def _write(self, places: list[Tensor], gradients: list[Tensor]) -> None:
         """Copies or adds every gradient to its place, all in one call; a copy is one kernel on a GPU."""
         if self._adds:
             torch._foreach_add_(places, gradients)
@@ -242,7 +242,7 @@ class Descents:
             gradient.descend(is_last_microbatch=is_last_microbatch)
             self._submitted += 1
             self._under_way.append(gradient)
-            if len(self._under_way) > LARGEST_UNDER_WAY:
+            if len(self._under_way) > MOST_UNDER_WAY:
                 self._under_way.popleft().finish()
 
     def has_completed(self, name: str) -> bool:

@@ -62,7 +62,7 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -
         before = partial(before_forward, callbacks, index)
         handles.append(submodule.register_forward_pre_hook(before, prepend=True))  # other hooks may read weights
         handles.append(submodule.register_forward_hook(partial(_after_forward, callbacks, index)))
-        # nn.Module.compile() would compile the hooks as well, which call the engine; this one compiles what they are around.
+        # nn.Module.compile() would compile these hooks as well; this one compiles forward alone.
         submodule.compile = partial(_compile_forward, submodule)  # type: ignore[method-assign]
     # The module itself may be a use: its forward begins before this use and ends after it.
     handles.append(module.register_forward_pre_hook(partial(_call, callbacks.begin_forward), prepend=True))

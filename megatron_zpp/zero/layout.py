@@ -101,7 +101,7 @@ class FlatLayout:
     def paddings(self, first: int, slices: int) -> Iterator[Range]:
         """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order.
 
-        No range spans the two regions. Padding holds zeros; where a codec has written to it, UnitDescent.clear_padding restores them.
+        No range spans the two regions. Padding holds zeros; where a codec has written to it, UnitGradient.clear_padding restores them.
         """
         boundary, stop = slices * self.runs.blocks, slices * self.slice_numel
         end = 0

@@ -1,4 +1,4 @@
-"""Norms over all ranks. Each primary slice of a unit has one fp64 partial sum on each ladder.
+"""Norms over all ranks. Each rank adds up the squares of its own slice of each unit, in fp64.
 
 Every rank adds these sums in the order of the slices, and those of one slice in the order of the ladders. So the norm of equal values has
 the same bits in every stage, and a NaN or inf on one rank reaches all ranks. The device does all of this; the host need not wait.

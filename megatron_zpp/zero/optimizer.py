@@ -56,7 +56,7 @@ class Update:
 class ShardedAdamW:
     """AdamW on views of the fp32 main weights; one call updates a group of units.
 
-    Gradients come to where these are kept over `link`, those of the next group while one is updated.
+    Gradients cross `link` to the optimizer's home, those of the next group while one is updated.
     moments: for each unit, one tensor per name of MOMENTS, fp32 like its main weight; the optimizer's state tensors are views of them.
     steps: number of updates so far. unused_steps: by parameter, how many of them have passed it over because it was unused. The caller
     counts them, because only it knows which updates are skipped. later: the updates that are put off.
@@ -108,7 +108,7 @@ class ShardedAdamW:
 
 
 class LaterUpdates:
-    """The updates of the last step that have not been made. Main weights, moments and sums of gradients may be read after `finish` alone.
+    """The updates of the last step that have not been made. Call `finish` before main weights, moments or sums of gradients are read.
 
     An update that fails raises its error where it was needed; from then on every call raises a RuntimeError that names it as its cause.
     """
@@ -194,7 +194,7 @@ class _Group:
         self._first = groups[0].steps if groups else 0
 
     def _steps(self) -> dict[str, int]:
-        """By parameter of which this rank has elements, its number of updates so far. The host waits for the device."""
+        """By parameter of the group, its number of updates so far. The host waits for the device."""
         made = self.adam.steps[0] - self._first if self.adam is not None else 0
         return {name: steps + (made if name not in self._unused else 0) for name, steps in self._first_steps.items()}
 
@@ -240,7 +240,7 @@ class AdamView:
             own.copy_(of_unit)
 
     def after_update(self) -> None:
-        """Takes the part of copies that counts back to the unit."""
+        """Writes the elements that this view updates back to the unit."""
         for own, of_unit in self._copies():
             of_unit[self.counts] = own[self.counts]
 

@@ -1,7 +1,7 @@
 """One optimizer step on one rank: the norm of the gradient, whether the step is skipped, the updates, the next step's first climbs.
 
-The norm is read on the host, or on the device, which then need not wait for the host. Both start from its square. Only the host's root is
-correctly rounded everywhere; torch's differs in the last bit on some CPUs.
+On a CPU the host takes the root of the norm's square: that of torch differs in the last bit on some CPUs. A GPU takes it itself, so that
+the host need not wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _CLIP_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of an optimizer step: the gradient norm before clipping, and whether the step was skipped for a NaN or inf.
+    """The result of an optimizer step: the gradient norm before clipping, and whether the step was skipped, for a NaN, an inf
+    or a refusal.
 
     num_zeros: number of zeros in the mean gradient, if the engine counts them. report: the caller's own numbers.
     """
@@ -73,7 +74,7 @@ class OptimizerStep:
         is_enqueued = home.runs_behind and options.adam.skips_on_device
         self._side = SideStream(links.streams) if is_enqueued and links.streams is not None else None
 
-    def take_mean(self) -> None:
+    def finish_gradients(self) -> None:
         """Waits until every descent has landed, makes equal what tensor ranks share, and sets padding to zero."""
         self._pass.finish_descents()
         self._shared_gradients.combine()
@@ -93,7 +94,7 @@ class OptimizerStep:
     def _norm(self, report: Tensor | None, refusal: Tensor | None) -> tuple[Tensor, Readout]:
         """The square of the norm, [] fp64, and numbers on their way to the host.
 
-        These are the square, whether the calls of ranks differ, zeros if they are counted, `report`, and what tells unused parameters.
+        In this order: the square, whether orders of hops differ, zeros if they are counted, `report`, the bits of unused parameters.
         """
         with self._options.observer.phase("optimizer-clip-main-grad"):
             squared, of_ranks = squared_norm(self._gradients, self._links, self._squared_sums, self._step_calls.numbers())
@@ -113,7 +114,7 @@ class OptimizerStep:
 
         The units that the next step needs first climb while the others are updated, in a stream of their own.
         """
-        update = replace(update, factor=self._clipping.factor_on_device(squared), skips=skips_on_device(squared))
+        update = replace(update, factor=self._clipping.factor_on_device(squared), skips=skip_flag(squared))
         self._optimizer.update(0, update)
         with side.entered():
             for group in range(1, self._optimizer.groups):
@@ -161,14 +162,15 @@ class OptimizerStep:
         return StepResult(grad_norm, not is_finite, num_zeros, tuple(others))
 
     def start_iteration(self, iteration: int) -> None:
-        """Sets the number of steps done, and ends full precision when it is due."""
-        ends_full_precision = self.iteration < self._options.full_precision_iterations <= iteration
+        """Sets the number of steps done, and changes the codecs if full precision begins or ends with it."""
+        exact = range(self._options.full_precision_iterations)
+        changes_codecs = (self.iteration in exact) != (iteration in exact)
         self.iteration = iteration
         self._pass.end_step()
         for unit, gradient in zip(self._units, self._gradients, strict=True):
             unit.start_iteration(iteration)
             gradient.start_iteration(iteration)
-        if not ends_full_precision:
+        if not changes_codecs:
             return
         weight_codecs, gradient_codecs = self._options.codecs(iteration)
         for unit, gradient in zip(self._units, self._gradients, strict=True):
@@ -198,7 +200,7 @@ class Clipping:
         return math.sqrt(squared_norm) / self.scale
 
     def factor(self, squared_norm: float) -> float:
-        """Unscales the gradient and clips it."""
+        """The factor that unscales the gradient and clips it."""
         factor = self.clip_grad / (self.norm(squared_norm) + _CLIP_EPSILON)
         return (factor if 0 < factor < 1 else 1.0) / self.scale
 
@@ -210,6 +212,6 @@ class Clipping:
         return ((self.clip_grad / (norm + _CLIP_EPSILON)).clamp(max=1.0) / self.scale).float()
 
 
-def skips_on_device(squared_norm: Tensor) -> Tensor:
+def skip_flag(squared_norm: Tensor) -> Tensor:
     """[] fp32: 1 if a NaN or inf in the gradient makes the ranks skip the step, else 0."""
     return squared_norm.isfinite().logical_not().float()

@@ -101,7 +101,7 @@ class TrainingPass:
 
     @property
     def _is_training(self) -> bool:
-        """Whether the schedule is that for training: also for a use under no_grad in a training forward, which other ranks may not have."""
+        """Whether to follow the schedule for training. A use under no_grad inside a training forward follows it, too."""
         return torch.is_grad_enabled() or self._forward_trains is True
 
     def pre_forward(self, use: int) -> None:
@@ -115,7 +115,7 @@ class TrainingPass:
             self._act(self._due_at(Moment(Phase.PRE_FORWARD, use), self._is_training), self._is_training)
 
     def _book_activations(self, is_training: bool) -> None:
-        """Tells the tensor link and the context link, if there are any, for what the model uses them from now on."""
+        """Says under which category the ledger counts what crosses the tensor link and the context link from now on."""
         for link, category in ((self._links.tensor_link, Category.ACTIVATIONS), (self._links.context_link, Category.EXCHANGES)):
             if link is not None:
                 link.book_under(category if is_training else Category.EVALUATION)
@@ -159,6 +159,8 @@ class TrainingPass:
 
     def collect(self, unit: str, index: int) -> None:
         """Called when the gradient of parameter `index` of a unit is complete: takes it, and starts the descents that may start now."""
+        if not self._is_in_backward:
+            refuse_other_backward()
         weights, gradient = self._units[unit], self._gradients[unit]
         parameter, name = weights.parameters[index], weights.layout.params[index].spec.name
         if parameter.grad is None:
@@ -170,7 +172,7 @@ class TrainingPass:
             refuse_late_gradient(weights, index)
         is_complete = gradient.collect(index, parameter.grad)
         parameter.grad = None
-        if is_complete and not self._calls.ends_at_once:
+        if is_complete and not self._calls.joins_forwards:
             self._descents.complete(unit, is_last_microbatch=self._is_last_microbatch)
 
     def backward(self, scaled_loss: Tensor, *, is_last_microbatch: bool) -> None:
@@ -236,7 +238,7 @@ class TrainingPass:
                 self._units[name].wait(Category.WEIGHTS if is_training else Category.EVALUATION)
 
     def _complete_before(self, moment: Moment) -> None:
-        """Completes units that are over, if their turn is before this moment: other ranks send their gradients before they climb here."""
+        """Descends units that get no more gradients, before the climbs of this moment: other ranks send in that order."""
         self._descents.complete_over(
             lambda unit: self._first_use[unit] > moment.use and self._calls.is_over(unit), is_last_microbatch=self._is_last_microbatch
         )
@@ -254,8 +256,8 @@ class Calls:
     """The calls of a step in forward, and how far backward has come in them.
 
     Autograd runs the backward of what was computed last first. So when backward comes to a call, no more gradients come from later calls.
-    ends_at_once: whether the loss under way joins several forwards. Other ranks may have left out other uses of each, so no unit is over
-    before the end.
+    joins_forwards: whether the loss under way joins several forwards. Other ranks may have left out other uses of each, so no unit is over
+    before the end of backward.
     """
 
     def __init__(self, uses: Sequence[Use]) -> None:
@@ -263,9 +265,9 @@ class Calls:
         self._next = 0
         self._forward = 0
         self._step = 0
-        self._begun: dict[int, int] = {}  # by use called in this forward, how many calls with gradients had ended before it began
+        self._begun: dict[int, int] = {}  # by use called in this forward: how many calls with gradients had ended when it began
         self._open: dict[int, Call] = {}  # by number, those that no backward has reached
-        self.ends_at_once = False
+        self.joins_forwards = False
         self._reached = 0
         self._forward_reached: int | None = None
         self._first: dict[str, int] = {}  # by unit that backward will reach, `begun` of the first of its calls
@@ -294,7 +296,7 @@ class Calls:
         calls = list(self._open.values())
         if _are_of_several_forwards(calls):
             calls = list(calls_of_loss())
-        self.ends_at_once = _are_of_several_forwards(calls)
+        self.joins_forwards = _are_of_several_forwards(calls)
         self._reached, self._forward_reached, self._first = self._next, None, {}
         for call in calls:
             for unit in self._units[call.use]:
@@ -313,7 +315,7 @@ class Calls:
 
     def is_over(self, unit: str) -> bool:
         """Whether no more gradients of the unit come in this backward."""
-        return not self.ends_at_once and self._reached < self._first.get(unit, self._next)
+        return not self.joins_forwards and self._reached < self._first.get(unit, self._next)
 
     def end_backward(self) -> None:
         """Backward comes to its end."""

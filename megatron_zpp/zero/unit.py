@@ -76,7 +76,7 @@ class WeightUnit:
         if self._policy.weights_in_step is not Rung.FULL:
             return KeptCopy(self.name, self.layout, self._links, dtype, self._home)
         self._allocate_full()
-        self._full.zero_()  # a load of the copy fills no padding
+        self._full.zero_()  # a load of the copy writes no padding
         return KeptCopy(self.name, self.layout, self._links, dtype, self._home, self._full)
 
     # ---- gathering
@@ -89,7 +89,7 @@ class WeightUnit:
             elif missing is Rung.SECONDARY:
                 climb, payloads = self._to_secondary()
                 self._residency.submitted(missing, self._links.climb_to_secondary(climb, payloads))
-                self._residency.filled(Rung.PRIMARY)  # the hop encodes its payload before the lane prepares a later hop
+                self._residency.filled(Rung.PRIMARY)  # a lane prepares hops in order, so it is encoded before a later hop reads it
             else:
                 if self._secondary is None:
                     raise RuntimeError(f"unit {self.name}: no secondary rung to climb from")
@@ -147,7 +147,7 @@ class WeightUnit:
         self._release(*self._residency.rest())
 
     def finish_climbs(self) -> None:
-        """Waits for climbs under way, which read the main weights. Call it before these change. `wait` books the bytes, as always."""
+        """Waits for climbs under way, which read the main weights. Call it before these change. `wait` books their bytes."""
         for hop in self._residency.under_way().values():
             self._links.lanes.wait(hop)
 
@@ -205,12 +205,12 @@ class WeightUnit:
             own = self._own_payload = self._full.new_empty((1, codec.payload_bytes(self.layout.runs)), dtype=torch.uint8)
         is_first = not self._residency.is_fresh(Rung.PRIMARY)
 
-        def forward_own(payload: Tensor) -> None:
+        def copy_own(payload: Tensor) -> None:
             if is_first:
                 encode(own)
             payload.copy_(own)
 
-        return forward_own
+        return copy_own
 
     def _attach(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):

@@ -435,6 +435,15 @@ def sharded(*kinds: type[Block]) -> tuple[nn.Sequential, ZeroEngine]:
     return model, shard(model, [str(index) for index in range(len(kinds))], OPTIONS)
 
 
+def test_a_gradient_of_another_backward_is_refused_where_weights_stay_between_uses() -> None:
+    model = chain(Block)
+    engine = shard(model, ["0"], replace(OPTIONS, policy=POLICIES[2]))
+    model(torch.ones(2, WIDTH))
+    with pytest.raises(RuntimeError, match=r"call engine.backward\(loss\) instead of loss.backward\(\)"):
+        model[0].up.weight.norm().backward()
+    engine.close()
+
+
 def in_two_ranks(check: Callable[[nn.Sequential, ZeroEngine], None], prefetch: Prefetch = Prefetch()) -> None:
     models = [chain(Block, Block) for _ in range(RANKS)]
 

@@ -132,6 +132,20 @@ def test_a_run_that_resumes_within_the_first_iterations_goes_on_in_full_precisio
     assert run_world((2, 2), program) == run_world((2, 2), lambda backend: _closed(Rank(_job(row), backend)))
 
 
+def test_an_engine_that_is_set_back_to_its_start_is_exact_again() -> None:
+    def program(backend: VirtualBackend) -> tuple[History, History]:
+        rank = Rank(_job("stage 3"), backend)
+        first = _train(rank, 0, STEPS)
+        fresh = Rank(_job("stage 3"), backend)
+        fresh.engine.close()
+        _copy_state(fresh, rank, 0)
+        again = _train(rank, 0, STEPS)
+        rank.engine.close()
+        return first, again
+
+    assert all(first == again for first, again in run_world((2, 2), program))
+
+
 def _closed(rank: Rank) -> History:
     history = _train(rank, 0, STEPS)
     rank.engine.close()

@@ -102,7 +102,7 @@ def test_all_gradients_of_one_dimension_of_a_unit_are_taken_by_one_operation(sta
         with Operations() as operations:
             for index, placed in enumerate(layout.params):
                 gradient.collect(index, torch.full(placed.spec.shape, float(index + 1), dtype=torch.bfloat16))
-            values = gradient._collector.complete()
+            values = gradient._collector.take()
         assert operations.written == [1, 1, dims.count(1)] and dims.count(1) > 2
         for index, placed in enumerate(layout.params):
             assert bool((values.range(placed.offset, placed.offset + placed.numel) == index + 1).all())

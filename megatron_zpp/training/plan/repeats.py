@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks
-from megatron_zpp.zero.gradients import LARGEST_UNDER_WAY
+from megatron_zpp.zero.gradients import MOST_UNDER_WAY
 from megatron_zpp.zero.schedule import Prefetch
 
 
@@ -35,7 +35,7 @@ def without_repeats(config: ModelConfig, prefetch: Prefetch) -> tuple[ModelConfi
     before, belongs to layers of that row.
     """
     ahead = max(prefetch.inter_uses, prefetch.intra_uses)
-    behind = max(ahead, LARGEST_UNDER_WAY)
+    behind = max(ahead, MOST_UNDER_WAY)
     chunks = recomputed_chunks(config)
     if config.recompute_granularity == "full" and config.recompute_method != "block":
         per_chunk = len(chunks[0])
