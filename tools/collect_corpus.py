@@ -45,6 +45,8 @@ def write_corpus(root: Path, output: Path, *, max_bytes: int) -> tuple[int, int]
 
     The output file appears only when it is complete.
     """
+    if not output.name:
+        raise UserError(f"--output {output} names no file; give one, such as corpus.jsonl.")
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     document_count = text_bytes = 0

@@ -42,13 +42,8 @@ sys.excepthook = _end_in_one_line  # at once, because the tool may go on to impo
 
 
 def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
-    """Parses the command line and calls `run`. See `errors_in_words`.
-
-    Characters that the encoding of standard output lacks are printed as escapes such as \\xe9.
-    """
+    """Parses the command line and calls `run`. See `errors_in_words`."""
     args = parsed(parser, sys.argv[1:])
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     with errors_in_words(parser):
         run(args)
 
@@ -98,7 +93,12 @@ def _remedy_of_unknown(flag: str, known: Sequence[str]) -> str:
 
 @contextmanager
 def errors_in_words(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the program with one line for a UserError, an OSError or an interruption of the block; silently if nobody reads its output."""
+    """Ends the program with one line for a UserError, an OSError or an interruption of the block; silently if nobody reads its output.
+
+    Characters that the encoding of standard output lacks are printed as escapes such as \\xe9.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
         print(end="", flush=True)

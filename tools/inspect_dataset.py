@@ -16,9 +16,12 @@ from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.indexed_dataset import CODES, INDEX_CHUNK_NUMEL, VERSION, IndexedDataset, check_token_ids, chunks_of
 from megatron_zpp.data.stored_array import Rows
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.kept_rules import has_earlier_ends
 
 BAR_COLUMNS = 50
+
+SUFFIXES = (".png", ".svg")
 
 
 def main() -> None:
@@ -27,6 +30,8 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the report. Raises UserError for files that do not fit together, and for ids outside of a given vocabulary."""
+    if args.histogram_png and not args.histogram_png.lower().endswith(SUFFIXES):
+        raise UserError(f"--histogram-png {args.histogram_png} is neither a PNG nor an SVG file; give a name that ends in .png or .svg.")
     tokenizer = _tokenizer_of(replace(tokenizer_config(args), data_path=(args.data_path,))) if args.tokenizer_type else None
     dataset = IndexedDataset(args.data_path)
     print(header(dataset))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill. It gets its name when the block ends without an error. Raises UserError if the name is taken."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; choose another name or remove it.")
+    folder = Path(os.path.abspath(folder))  # `.` has no name
     unfinished = folder.with_name(f"{folder.name}.tmp-{own_token()}")
     unfinished.mkdir(parents=True)
     try:

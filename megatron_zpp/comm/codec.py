@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -77,10 +78,11 @@ class Regions:
             part.add_(source)
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Turns slices into payloads and back. Values are fp32, bf16 or fp16; payloads are uint8, in rows that start at multiples of 16 bytes.
 
-    EngineOptions.make_codec makes the codec of each link in each direction; units may share it. A codec of your own must keep these rules:
+    EngineOptions.make_codec makes the codec of each link in each direction; units may share it. A codec of your own inherits from this
+    class, and must keep these rules:
     - It is immutable, and codecs that encode alike compare equal. If both links have equal codecs, a payload crosses both unchanged.
     - payload_bytes depends on `runs` alone, so that all ranks send messages of the same size.
     - The same payload decodes to the same bits on every rank, or ranks would train different weights.
@@ -104,15 +106,19 @@ class Codec(Protocol):
         """Whether the error of a value spreads to its neighbours, which may be padding. Not unless a codec says so."""
         return False
 
+    @abstractmethod
     def payload_bytes(self, runs: Runs) -> int:
         """Bytes of one slice's payload, a multiple of 16."""
 
+    @abstractmethod
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
         """Encodes `values` into payloads [slices, payload_bytes]. Writes every byte that decoding reads."""
 
+    @abstractmethod
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
         """Decodes payloads [slices, payload_bytes] into `values`."""
 
+    @abstractmethod
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
         """Decodes payloads [members, slices, payload_bytes], and writes the mean over members to the fp32 `mean`, or adds it.
 

@@ -23,6 +23,7 @@ from megatron_zpp.comm.gaussian_codec import GaussianCodec
 from megatron_zpp.ops.means import mean_values
 from megatron_zpp.ops.quantization import decode_blocks, decode_mean_blocks, encode_blocks, recode_mean_blocks
 from megatron_zpp.parallel.topology import LADDER_LINKS, Link, Topology
+from megatron_zpp.system.user_error import UserError
 
 KEY_BITS = 63  # of a key of stochastic rounding, or of the signs of a rotation
 
@@ -201,8 +202,15 @@ class LinkCodecs:
 
     @classmethod
     def of(cls, codes: LinkCodes, dtype: torch.dtype, block_numel: int, noise_seed: int = 0, make: CodecFactory = make_codec) -> LinkCodecs:
-        """The codecs of `codes`, which LinkCodes.in_world has fitted to this world. make: makes one codec."""
-        return cls(make(codes.inter, dtype, block_numel), make(codes.intra, dtype, block_numel), noise_seed)
+        """The codecs of `codes`, which LinkCodes.in_world has fitted to this world. make: makes one codec.
+
+        Raises UserError if `make` makes something else.
+        """
+        inter, intra = (make(code, dtype, block_numel) for code in (codes.inter, codes.intra))
+        for codec in (inter, intra):
+            if not isinstance(codec, Codec):  # what it inherits is called, too
+                raise UserError(f"make_codec made a {type(codec).__name__}; let its class inherit from megatron_zpp.comm.codec.Codec")
+        return cls(inter, intra, noise_seed)
 
     @property
     def any_mixes_neighbours(self) -> bool:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from megatron_zpp.config.flag import LARGEST_COUNT, LARGEST_TOKENS, FlagError
 from megatron_zpp.config.sample_lengths import SampleLengths
 from megatron_zpp.config.schema import Config, OptimizerConfig, TrainingConfig
-from megatron_zpp.system.user_error import UserError
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 LARGEST_STEPS = 2**16  # of a ramp; each is a stage of the schedule
@@ -237,9 +236,9 @@ def _step(pair: str, spelled: str, lengths: SampleLengths) -> BatchStage:
 
 
 def _count_in(text: str) -> int:
-    """The whole number in `250B`, `1.5M` or `768`. Raises UserError or ArithmeticError for other texts, and far above LARGEST_TOKENS."""
+    """The whole number in `250B`, `1.5M` or `768`. Raises ArithmeticError for other texts, and far above LARGEST_TOKENS."""
     factor = SUFFIXES.get(text[-1:].upper(), 1)
     number = Decimal(text[:-1] if factor > 1 else text) * factor
     if abs(number) > LARGEST_TOKENS or number != number.to_integral_value():
-        raise UserError(text)
+        raise ArithmeticError(text)
     return int(number)

@@ -27,6 +27,7 @@ from megatron_zpp.config.data_sources import number_in
 from megatron_zpp.data.data_file import DataFile
 from megatron_zpp.data.stored_array import Rows, StoredArray, held_if_small
 from megatron_zpp.system.near_names import nearest_name
+from megatron_zpp.system.outside import is_encodable
 from megatron_zpp.system.user_error import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -225,6 +226,8 @@ def _hint(prefix: str) -> str:
 
 def _meant(words: str) -> str | None:
     """The prefix that was probably meant by words that name no corpus: of this file, made from this text, or of a like name."""
+    if "\0" in words or not is_encodable(words):
+        return None  # no file has such a name
     prefix = next(
         (words.removesuffix(ending) for ending in (".bin", ".idx", ".jsonl", ".json") if words.endswith(ending)), words.rstrip("/")
     )

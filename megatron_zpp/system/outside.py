@@ -93,7 +93,7 @@ class OutsideFile:
             os.stat(self.path, follow_symlinks=self.follows_links)
         except FileNotFoundError:
             return True
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a name that no file can have
             return False
         return False
 

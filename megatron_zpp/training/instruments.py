@@ -56,6 +56,8 @@ def make_instruments(config: Config, device: torch.device, rank: int) -> Instrum
     history = None
     if profiling.record_memory_history and is_profiled:
         path = Path(profiling.memory_snapshot_path)
+        if not path.name:
+            raise UserError(f"--memory-snapshot-path {path} names no file; give one, such as snapshot.pickle.")
         history = Output(f"--memory-snapshot-path {path}", lambda: MemoryHistory(path, rank), rank)
     return Instruments(timers, observer, observes_hops=level > 1 or bool(ranges), traces=traces, memory_history=history)
 

@@ -59,7 +59,6 @@ class ZeroEngine:
         self.module = module
         self.links = links
         self.options = replace(options, policy=options.policy.in_world(links.topology))
-        self.loss_scaler = loss_scaler or ConstantLossScaler()
         self.units: list[WeightUnit] = []
         self.gradients: list[UnitGradient] = []
         for spec in unit_specs:
@@ -71,7 +70,7 @@ class ZeroEngine:
         self._progress = GradientProgress()
         parts = (self.units, self.gradients, self.options, links)
         self._pass = TrainingPass(module, uses, *parts, self._progress, before_climb=self.optimizer.later.reach)
-        self._step = OptimizerStep(*parts, self.optimizer, self._home, self._pass, self.loss_scaler)
+        self._step = OptimizerStep(*parts, self.optimizer, self._home, self._pass, loss_scaler or ConstantLossScaler())
         self._on_close = on_close
         self._is_closed = False
 
@@ -110,6 +109,11 @@ class ZeroEngine:
     def data_ranks(self) -> int:
         """The number of ranks among which a batch is divided."""
         return self.links.topology.data_ranks
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """That of the constructor."""
+        return self._step.loss_scaler
 
     @property
     def iteration(self) -> int:

@@ -44,7 +44,7 @@ class StepResult:
 
 
 class OptimizerStep:
-    """The optimizer steps of one rank. iteration: the number of steps done."""
+    """The optimizer steps of one rank. iteration: the number of steps done. loss_scaler: its scale is in the gradients of the next step."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class OptimizerStep:
         self._pass = training_pass
         self._options = options
         self._links = links
-        self._loss_scaler = loss_scaler
+        self.loss_scaler = loss_scaler
         self._squared_sums = squared_sums_for(links.device, options.adam.backend)
         self._weight_sums = squared_sums_for(home.device, options.adam.backend)
         self._shared_gradients = SharedGradients(gradients, links, units[0].first_slice, units[0].slices)
@@ -156,7 +156,7 @@ class OptimizerStep:
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             self._optimizer.count(unused)
-        self._loss_scaler.update(is_overflow=not is_finite)
+        self.loss_scaler.update(is_overflow=not is_finite)
         self.start_iteration(self.iteration + 1)
         num_zeros = int(others.pop(0)) if self._options.counts_zeros else None
         return StepResult(grad_norm, not is_finite, num_zeros, tuple(others))
@@ -185,7 +185,7 @@ class OptimizerStep:
 
     @property
     def _clipping(self) -> Clipping:
-        return Clipping(self._loss_scaler.scale, self._options.clip_grad)
+        return Clipping(self.loss_scaler.scale, self._options.clip_grad)
 
 
 @dataclass(frozen=True)

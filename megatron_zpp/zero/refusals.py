@@ -121,7 +121,9 @@ def refuse_late_gradient(unit: WeightUnit, index: int) -> None:
 
 def refuse_old_forward() -> None:
     """Refuses the backward of a call before the last step: the weights have changed since, so its gradients would be wrong."""
-    raise RuntimeError("the loss was computed before the last engine.step(), which changed the weights; compute it again after the step")
+    raise RuntimeError(
+        "the loss was computed before the last engine.step(), or engine.start_iteration(), and the weights are others; compute it again"
+    )
 
 
 def refuse_other_backward() -> None:

@@ -93,7 +93,7 @@ def shard(
         full_precision_iterations: first steps in which nothing is quantized. Default: 0.
         noise_seed: seed of stochastic rounding, where the policy asks for it. Default: 0.
         counts_zeros: whether a step counts the zeros in the mean gradient. Default: False.
-        make_codec: called with a code of the policy, a dtype and block_numel, returns a codec (rules: comm/codecs.py:Codec). Default:
+        make_codec: called with a code of the policy, a dtype and block_numel, returns a codec (rules: comm/codec.py:Codec). Default:
             comm/codecs.py:make_codec. Plans of memory and time assume that default.
         observer: receives the phases of a step (monitor/observer.py). Default: one that does nothing.
     uses: every module call of a forward in order, with the paths of the units that it reads (parallel/specs.py:Use). Default: one call per

@@ -14,6 +14,7 @@ from megatron_zpp.checkpoint.hf.layouts import layout_of_type
 from megatron_zpp.checkpoint.hf.settings import setting
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.system.outside import Members, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 LLAMA_SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -188,7 +189,7 @@ def test_all_settings_that_transformers_saves_are_read_as_the_sizes_alone_are(ki
 
 @pytest.mark.parametrize("value", [value for value in NONSENSE if value not in (1, 2, 64, 128)])
 def test_a_size_of_the_vocabulary_and_a_kind_that_make_no_sense_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^config\.json: vocab_size must be [^;]*; correct it\.$"):
+    with pytest.raises(UserError, match=r"^config\.json: vocab_size must be [^;]*; correct it\.$"):
         setting(settings_of({"vocab_size": value}), "vocab_size", "padded_vocab_size")
-    with pytest.raises(ValueError, match=r"^config\.json: model_type must be [^;]*; correct it\.$"):
+    with pytest.raises(UserError, match=r"^config\.json: model_type must be [^;]*; correct it\.$"):
         layout_of_type(settings_of({"model_type": value}))

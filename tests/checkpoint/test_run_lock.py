@@ -23,6 +23,7 @@ from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.checkpoint.run_lock import LOCK_FILE, FolderInUse, Holder, Job, RunLock, take_lock
 from megatron_zpp.system.owner import own_token
+from megatron_zpp.system.user_error import UserError
 
 ELSEWHERE = Holder("0123456789abcdef", "node7", 4711, "00000000-1-1", "2026-01-02 03:04:05+00:00", "", 0)
 
@@ -72,7 +73,7 @@ def test_weights_are_not_written_into_the_folder_of_a_living_run(tmp_path: Path)
 def test_converted_weights_do_not_take_the_place_of_a_runs_checkpoints(tmp_path: Path) -> None:
     iteration_folder(tmp_path, 7).mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(ValueError, match=r"^--output .* holds iteration 7 of a run, .*; choose a new folder\.$"):
+    with pytest.raises(UserError, match=r"^--output .* holds iteration 7 of a run, .*; choose a new folder\.$"):
         write_release(tmp_path, [], lambda _: torch.empty(0), {})
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert names(tmp_path) == ["iter_0000007", "latest_checkpointed_iteration.txt"]
@@ -87,7 +88,7 @@ def test_converted_weights_delete_neither_the_release_nor_the_number_of_another_
     ):
         write_release(tmp_path, [], lambda _: torch.empty(0), {})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")  # of global_step100, as of Megatron-DeepSpeed
-    with pytest.raises(ValueError, match=r"^--output .* holds latest_checkpointed_iteration.txt of a run, .*; choose a new folder\.$"):
+    with pytest.raises(UserError, match=r"^--output .* holds latest_checkpointed_iteration.txt of a run, .*; choose a new folder\.$"):
         write_release(tmp_path, [], lambda _: torch.empty(0), {})
     assert weights.read_bytes() == b"of Megatron"
 
@@ -95,7 +96,7 @@ def test_converted_weights_delete_neither_the_release_nor_the_number_of_another_
 def test_weights_are_not_written_where_the_number_of_a_run_cannot_be_read(tmp_path: Path) -> None:
     latest = tmp_path / "latest_checkpointed_iteration.txt"
     latest.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=f"^{latest} is not UTF-8 text .*; choose a new folder for --output\\.$"):
+    with pytest.raises(UserError, match=f"^{latest} is not UTF-8 text .*; choose a new folder for --output\\.$"):
         write_release(tmp_path, [], lambda _: torch.empty(0), {})
     assert latest.read_bytes() == b"\xff"
 

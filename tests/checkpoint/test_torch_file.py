@@ -46,6 +46,7 @@ from megatron_zpp.checkpoint.megatron.pickled import (
 from megatron_zpp.checkpoint.megatron.torch_file import TorchFile
 from megatron_zpp.checkpoint.megatron.torch_zip import Bytes, zip_members
 from megatron_zpp.checkpoint.megatron.window import Window
+from megatron_zpp.system.user_error import UserError
 
 INTERPRETER_BYTES = 100_000  # what reading takes besides records
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
@@ -305,7 +306,7 @@ def three_quarters_of_the_memory() -> Iterator[None]:
 )
 def test_a_tensor_that_does_not_lie_in_its_storage_is_refused(tmp_path: Path, value: object, finding: str) -> None:
     file = opened(write(tmp_path / "file", value))
-    with pytest.raises(ValueError, match=finding) as caught:
+    with pytest.raises(UserError, match=finding) as caught:
         file.place_of(file.root)
     assert str(tmp_path / "file") in str(caught.value)
 
@@ -320,7 +321,7 @@ def test_two_tensors_may_share_a_storage(tmp_path: Path) -> None:
 def test_a_compressed_member_is_refused_before_it_grows(tmp_path: Path) -> None:
     write(tmp_path / "bomb", tensor((3, 4), (4, 1)), bytes(10**8), zipfile.ZIP_DEFLATED)
     assert (tmp_path / "bomb").stat().st_size < 10**6
-    with pytest.raises(ValueError, match="has compressed or encrypted members"):
+    with pytest.raises(UserError, match="has compressed or encrypted members"):
         opened(tmp_path / "bomb")
 
 
@@ -329,14 +330,14 @@ def test_members_of_the_same_name_and_inside_one_another_are_refused(tmp_path: P
     path = write(tmp_path / "twice", 1)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("other/data.pkl", pickled(2))
-    with pytest.raises(ValueError, match="inside one another or of the same name"):
+    with pytest.raises(UserError, match="inside one another or of the same name"):
         opened(path)
     path = write(tmp_path / "inside", 1)
     data = bytearray(path.read_bytes())
     entry = data.rindex(b"PK\x01\x02")  # of the last member, which now begins where the first does
     data[entry + 42 : entry + 46] = bytes(4)
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="inside one another or of the same name"):
+    with pytest.raises(UserError, match="inside one another or of the same name"):
         opened(path)
 
 
@@ -344,14 +345,14 @@ def test_a_file_with_the_highest_byte_first_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "file", "w") as archive:
         archive.writestr("archive/data.pkl", pickled(1))
         archive.writestr("archive/byteorder", "big")
-    with pytest.raises(ValueError, match="highest byte first"):
+    with pytest.raises(UserError, match="highest byte first"):
         opened(tmp_path / "file")
 
 
 def test_a_pickle_larger_than_any_model_needs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(SAVED, tmp_path / "file")
     monkeypatch.setattr(torch_file_module, "MOST_PICKLE_BYTES", 100)
-    with pytest.raises(ValueError, match="has a pickle of [0-9]+ bytes, more than 100"):
+    with pytest.raises(UserError, match="has a pickle of [0-9]+ bytes, more than 100"):
         opened(tmp_path / "file")
 
 
@@ -367,7 +368,7 @@ def test_a_byte_order_of_terabytes_is_not_read(tmp_path: Path) -> None:
     members = zip_members(Window(tmp_path / "file"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_file_module, "zip_members", lambda _: {**members, "byteorder": Bytes(0, 2**42)})
-        with pytest.raises(ValueError, match="highest byte first"):
+        with pytest.raises(UserError, match="highest byte first"):
             TorchFile(Endless(tmp_path / "file"))
 
 
@@ -377,7 +378,7 @@ def test_a_file_cut_off_anywhere_is_refused_by_name(tmp_path: Path, is_zip: bool
     data = (tmp_path / "file").read_bytes()
     for length in range(0, len(data), 61):
         (tmp_path / "cut").write_bytes(data[:length])
-        with pytest.raises(ValueError, match=str(tmp_path / "cut")):
+        with pytest.raises(UserError, match=str(tmp_path / "cut")):
             read_all(tmp_path / "cut")
 
 
@@ -406,5 +407,5 @@ def test_a_changed_byte_gives_other_values_or_one_kind_of_error(
 def test_a_pipe_and_a_folder_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "missing"):
-        with pytest.raises(ValueError, match="cannot be read"):
+        with pytest.raises(UserError, match="cannot be read"):
             opened(path)

@@ -22,6 +22,7 @@ from megatron_zpp.ops.gaussian import decode_gaussian, decode_mean_gaussian, enc
 from megatron_zpp.ops.payload import gaussian_bytes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Link, Topology
+from megatron_zpp.system.user_error import UserError
 
 BLOCK = 256
 BITS = (1, 2, 3, 4)
@@ -58,21 +59,21 @@ def _error_share(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("bits", [None, 0, 5, 8])
 def test_bits_that_gaussian_levels_do_not_have_are_refused(bits: int | None) -> None:
-    with pytest.raises(ValueError, match=f"{bits} bits per value are not available with Gaussian levels; choose 1, 2, 3 or 4"):
+    with pytest.raises(UserError, match=f"{bits} bits per value are not available with Gaussian levels; choose 1, 2, 3 or 4"):
         Code(bits, levels=Levels.GAUSSIAN, rounds=1)
 
 
 @pytest.mark.parametrize("rounds", [-1, 0, 3])
 def test_gaussian_levels_need_one_or_two_rounds_of_rotation(rounds: int) -> None:
-    with pytest.raises(ValueError, match=f"{rounds} rounds of rotation are not available with Gaussian levels; choose 1 or 2"):
+    with pytest.raises(UserError, match=f"{rounds} rounds of rotation are not available with Gaussian levels; choose 1 or 2"):
         Code.gaussian(3, rounds)
 
 
 def test_rounds_belong_to_gaussian_levels_and_other_rotations_and_roundings_do_not() -> None:
-    with pytest.raises(ValueError, match="2 rounds of rotation need Gaussian levels"):
+    with pytest.raises(UserError, match="2 rounds of rotation need Gaussian levels"):
         Code(4, rounds=2)
     for change in ({"rotation": Rotation.HADAMARD}, {"rounding": Rounding.STOCHASTIC}):
-        with pytest.raises(ValueError, match="choose no other rotation or rounding"):
+        with pytest.raises(UserError, match="choose no other rotation or rounding"):
             Code(4, levels=Levels.GAUSSIAN, rounds=1, **change)
 
 
@@ -93,7 +94,7 @@ def test_a_codec_of_uniform_levels_takes_no_other_code() -> None:
 
 @pytest.mark.parametrize("block_numel", [32, 128, 384])
 def test_a_block_size_that_is_no_multiple_of_256_is_refused_with_the_flag_s_name(block_numel: int) -> None:
-    with pytest.raises(ValueError, match=f"--quantization-block-size {block_numel} does not suit Gaussian codes.*choose a multiple of 256"):
+    with pytest.raises(UserError, match=f"--quantization-block-size {block_numel} does not suit Gaussian codes.*choose a multiple of 256"):
         make_codec(Code.gaussian(3, 1), torch.bfloat16, block_numel)
 
 

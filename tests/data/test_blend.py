@@ -13,6 +13,7 @@ from megatron_zpp.data.blend import normalized, plan_by_epochs, plan_by_weights
 from megatron_zpp.data.blended_dataset import BlendedDataset, build_blend_indices
 from megatron_zpp.data.datasets import DataRequest, Datasets, SampleCounts, build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset
+from megatron_zpp.system.user_error import UserError
 
 
 def build(data: DataConfig, counts: tuple[int, int, int] = (6, 3, 1), seq_length: int = 8) -> Datasets:
@@ -131,7 +132,7 @@ def test_corpora_shorter_than_a_sample_are_left_out_where_one_epoch_is_their_sha
     datasets = build(DataConfig(data_path=(long, short), split="1"), (40, 0, 0), seq_length=4)
     assert [part.source.prefix for part in blend_of(datasets).datasets] == [long]
     assert any(f"split of {short} is shorter than one sample" in message for message in datasets.messages)
-    with pytest.raises(ValueError, match="shorter than one sample"):
+    with pytest.raises(UserError, match="shorter than one sample"):
         build(DataConfig(data_path=(short, short), split="1"), (40, 0, 0), seq_length=4)
 
 
@@ -167,7 +168,7 @@ def test_a_corpus_that_is_empty_in_a_split_is_left_out_of_it_and_said(tmp_path: 
 
 def test_a_weighted_corpus_without_training_tokens_is_refused(tmp_path: Path) -> None:
     full, empty = write_corpus(tmp_path, [[1] * 50], name="full"), write_corpus(tmp_path, [[]], name="empty")
-    with pytest.raises(ValueError, match="The training split of .*empty is empty.* leave it out of the blend"):
+    with pytest.raises(UserError, match="The training split of .*empty is empty.* leave it out of the blend"):
         build(DataConfig(data_path=("1", full, "1", empty), split="1"))
 
 

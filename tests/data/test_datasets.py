@@ -9,6 +9,7 @@ from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.datasets import DataRequest, Datasets, SampleCounts, build_datasets, count_samples
 from megatron_zpp.data.gpt_dataset import GPTDataset
 from megatron_zpp.data.split_corpora import SplitCorpora
+from megatron_zpp.system.user_error import UserError
 
 
 def build(data: DataConfig, counts: tuple[int, int, int] = (6, 3, 1), seq_length: int = 8) -> Datasets:
@@ -49,7 +50,7 @@ def test_a_split_whose_documents_are_all_empty_counts_as_empty(tmp_path: Path) -
 
 @pytest.mark.parametrize("documents, why", [([], "--split 1,1 cuts its 0"), ([[]], "--split 1,1 cuts its 1"), ([[], [1, 2]], "its 1")])
 def test_an_empty_training_split_is_an_error(tmp_path: Path, documents: list[list[int]], why: str) -> None:
-    with pytest.raises(ValueError, match=f"training split of .* is empty: {why} documents? .* Give training a larger share"):
+    with pytest.raises(UserError, match=f"training split of .* is empty: {why} documents? .* Give training a larger share"):
         build(DataConfig(data_path=(write_corpus(tmp_path, documents),), split="1,1"))
 
 
@@ -147,7 +148,7 @@ def test_mock_data_needs_no_files_and_its_splits_differ() -> None:
 
 
 def test_a_corpus_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"nowhere\.idx does not exist"):
+    with pytest.raises(UserError, match=r"nowhere\.idx does not exist"):
         build(DataConfig(data_path=("nowhere",)))
 
 
@@ -173,5 +174,5 @@ def test_more_samples_than_memory_can_index_are_refused_by_their_flag_before_any
     names = "ab" if what == "blend" else "a"
     prefixes = [write_corpus(tmp_path, counting_documents([40] * 9), name=name) for name in names]
     message = f"{what} of .* would take at least .* GB of memory for 10+[0-9]* samples, and this machine has .*; {remedy}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         build(DataConfig(data_path=tuple(prefixes), split="1,1,1"), (counts[0], counts[1], counts[2]))

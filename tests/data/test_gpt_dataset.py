@@ -16,6 +16,7 @@ from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.data.split import split_documents
+from megatron_zpp.system.user_error import UserError
 
 CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLITS if GOLDEN[case][name] is not None]
 
@@ -68,7 +69,7 @@ def test_a_corpus_cut_off_while_it_is_in_use_is_named_and_one_replaced_or_remove
     os.remove(f"{prefix}.bin")
     assert dataset[1]["tokens"].tolist() == [7] * 64
     os.truncate(tmp_path / "moved", 64)
-    with pytest.raises(ValueError, match=f"^{prefix}.bin was cut off while it was in use: it had {len(whole)} bytes, it has 64; copy it"):
+    with pytest.raises(UserError, match=f"^{prefix}.bin was cut off while it was in use: it had {len(whole)} bytes, it has 64; copy it"):
         dataset[0]
 
 
@@ -104,7 +105,7 @@ def test_an_index_cut_off_while_it_is_in_use_is_named(tmp_path: Path, monkeypatc
     prefix = write_golden_corpus(tmp_path)
     source = IndexedDataset(prefix)
     os.truncate(f"{prefix}.idx", 100)
-    with pytest.raises(ValueError, match=f"^{prefix}.idx was cut off while it was in use: it had 242 bytes, it has 100; copy it again"):
+    with pytest.raises(UserError, match=f"^{prefix}.idx was cut off while it was in use: it had 242 bytes, it has 100; copy it again"):
         source.read(9)
 
 

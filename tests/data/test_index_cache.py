@@ -16,6 +16,7 @@ from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_indices import GPTIndices
 from megatron_zpp.data.index_cache import CachedIndices, IndexCache, load_array
 from megatron_zpp.data.stored_array import StoredArray
+from megatron_zpp.system.user_error import UserError
 
 DESCRIPTION = {"class": "GPTDataset", "num_samples": 3}
 
@@ -187,7 +188,7 @@ def test_a_cached_array_that_is_cut_off_while_it_is_in_use_is_named(tmp_path: Pa
 @pytest.mark.parametrize("values", [np.zeros((2, 3), order="F"), np.array(3), np.array([None])])
 def test_a_file_that_does_not_hold_rows_of_numbers_is_not_loaded(tmp_path: Path, values: np.ndarray) -> None:
     np.save(tmp_path / "a.npy", values, allow_pickle=True)
-    with pytest.raises(ValueError, match="a.npy does not hold rows of numbers"):
+    with pytest.raises(UserError, match="a.npy does not hold rows of numbers"):
         load_array(tmp_path / "a.npy")
 
 

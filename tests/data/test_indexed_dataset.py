@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data import indexed_dataset
 from megatron_zpp.data.indexed_dataset import IndexedDataset, best_dtype, check_token_ids
+from megatron_zpp.system.user_error import UserError
 
 
 def edit(path: str, position: int, replacement: bytes) -> None:
@@ -52,27 +53,27 @@ def test_pickled_dataset_opens_the_same_files(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path, ending: str) -> None:
     prefix = write_golden_corpus(tmp_path)
     Path(f"{prefix}.{ending}").unlink()
-    with pytest.raises(ValueError, match=rf"corpus\.{ending} does not exist on this machine; a corpus is named by the common prefix"):
+    with pytest.raises(UserError, match=rf"corpus\.{ending} does not exist on this machine; a corpus is named by the common prefix"):
         IndexedDataset(prefix)
 
 
 def test_a_file_name_given_as_prefix_is_recognised(tmp_path: Path) -> None:
     prefix = write_golden_corpus(tmp_path)
-    with pytest.raises(ValueError, match=rf"does not exist on this machine; did you mean {prefix}\? A corpus is"):
+    with pytest.raises(UserError, match=rf"does not exist on this machine; did you mean {prefix}\? A corpus is"):
         IndexedDataset(f"{prefix}.bin")
 
 
 def test_a_number_that_names_no_corpus_may_be_a_weight_of_a_blend_in_which_another_is_missing() -> None:
-    with pytest.raises(ValueError, match=r"^0\.3\.idx does not exist .*; if 0\.3 is a weight, every corpus needs one before it\. A corpus"):
+    with pytest.raises(UserError, match=r"^0\.3\.idx does not exist .*; if 0\.3 is a weight, every corpus needs one before it\. A corpus"):
         IndexedDataset("0.3")
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx", ".jsonl"])
 def test_a_prefix_is_proposed_only_if_it_exists(tmp_path: Path, ending: str) -> None:
-    with pytest.raises(ValueError, match="does not exist on this machine; a corpus is named by"):
+    with pytest.raises(UserError, match="does not exist on this machine; a corpus is named by"):
         IndexedDataset(str(tmp_path / f"my_text{ending}"))
     made = write_corpus(tmp_path, [[1]], name="my_text_text_document")
-    with pytest.raises(ValueError, match=rf"did you mean {made}\?"):
+    with pytest.raises(UserError, match=rf"did you mean {made}\?"):
         IndexedDataset(str(tmp_path / f"my_text{ending}"))
 
 
@@ -80,7 +81,7 @@ def test_a_prefix_is_proposed_only_if_it_exists(tmp_path: Path, ending: str) -> 
 def test_a_misspelled_prefix_is_refused_with_the_corpus_of_a_like_name(tmp_path: Path, words: str) -> None:
     write_corpus(tmp_path, [[1]], name="other_corpus")
     made = write_corpus(tmp_path, [[1]], name="my_text_text_document")
-    with pytest.raises(ValueError, match=rf"does not exist on this machine; did you mean {made}\? A corpus"):
+    with pytest.raises(UserError, match=rf"does not exist on this machine; did you mean {made}\? A corpus"):
         IndexedDataset(str(tmp_path / words))
 
 
@@ -88,7 +89,7 @@ def test_a_corpus_of_another_name_with_the_same_ending_is_not_proposed(tmp_path:
     for name in ("train_text_document", "my_text_text_document"):
         write_corpus(tmp_path, [[1]], name=name)
     for words in ("valid_text_document", "my_valid_text_document", "unlike"):
-        with pytest.raises(ValueError, match=r"does not exist on this machine; a corpus is named by"):
+        with pytest.raises(UserError, match=r"does not exist on this machine; a corpus is named by"):
             IndexedDataset(str(tmp_path / words))
 
 
@@ -96,12 +97,18 @@ def test_a_corpus_of_another_name_with_the_same_ending_is_not_proposed(tmp_path:
 def test_a_folder_and_a_prefix_without_its_folder_are_refused_with_the_corpus_in_the_folder(tmp_path: Path, words: str) -> None:
     (tmp_path / "folder").mkdir()
     made = write_corpus(tmp_path / "folder", [[1]], name="made_document")
-    with pytest.raises(ValueError, match=rf"did you mean {made}\? A corpus"):
+    with pytest.raises(UserError, match=rf"did you mean {made}\? A corpus"):
         IndexedDataset(f"{tmp_path}/{words}")
 
 
+@pytest.mark.parametrize("words", ["a\0b", "a\ud800", "\0"])
+def test_a_prefix_that_no_file_can_have_is_refused_like_any_other(words: str) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        IndexedDataset(words)
+
+
 def test_prefixes_with_a_comma_between_them_are_refused_with_the_rule() -> None:
-    with pytest.raises(ValueError, match=r"^a,b\.idx does not exist .*; several corpora are separated by blanks\. A corpus"):
+    with pytest.raises(UserError, match=r"^a,b\.idx does not exist .*; several corpora are separated by blanks\. A corpus"):
         IndexedDataset("a,b")
 
 
@@ -110,7 +117,7 @@ def test_a_corpus_of_which_one_file_is_missing_is_not_taken_for_another(tmp_path
     for ending in ("bin", "idx"):
         prefix = write_corpus(tmp_path, [[1]], name="corpus2")
         Path(f"{prefix}.{ending}").unlink()
-        with pytest.raises(ValueError, match=rf"corpus2\.{ending} does not exist on this machine; a corpus is named by"):
+        with pytest.raises(UserError, match=rf"corpus2\.{ending} does not exist on this machine; a corpus is named by"):
             IndexedDataset(prefix)
 
 
@@ -119,7 +126,7 @@ def test_who_names_the_text_is_told_the_corpus_that_was_made_from_it(tmp_path: P
     prefix = write_golden_corpus(tmp_path)
     made = tmp_path / "my_text_text_document"
     Path(f"{prefix}.idx").rename(f"{made}.idx")
-    with pytest.raises(ValueError, match=rf"did you mean {made}\?"):
+    with pytest.raises(UserError, match=rf"did you mean {made}\?"):
         IndexedDataset(str(tmp_path / words))
 
 
@@ -147,7 +154,7 @@ def test_who_names_the_text_is_told_the_corpus_that_was_made_from_it(tmp_path: P
 def test_a_damaged_index_is_refused_with_what_was_found(tmp_path: Path, position: int, replacement: bytes, message: str) -> None:
     prefix = write_golden_corpus(tmp_path)
     edit(f"{prefix}.idx", position, replacement)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         IndexedDataset(prefix)
     assert prefix in str(caught.value)
 
@@ -158,14 +165,14 @@ def test_a_damaged_index_is_refused_with_what_was_found(tmp_path: Path, position
 def test_a_truncated_index_is_refused(tmp_path: Path, byte_count: int, message: str) -> None:
     prefix = write_golden_corpus(tmp_path)
     cut(f"{prefix}.idx", byte_count)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         IndexedDataset(prefix)
 
 
 def test_a_truncated_token_file_is_refused(tmp_path: Path) -> None:
     prefix = write_golden_corpus(tmp_path)
     cut(f"{prefix}.bin", 2)
-    with pytest.raises(ValueError, match=r"corpus\.bin is truncated: it has 156 bytes, its \.idx needs 158 \(79 tokens of uint16\)"):
+    with pytest.raises(UserError, match=r"corpus\.bin is truncated: it has 156 bytes, its \.idx needs 158 \(79 tokens of uint16\)"):
         IndexedDataset(prefix)
 
 
@@ -173,11 +180,11 @@ def test_a_token_id_beyond_the_vocabulary_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(indexed_dataset, "TOKEN_CHUNK_NUMEL", 3)
     dataset = IndexedDataset(write_corpus(tmp_path, [[1, 2, 3], [], [4, 90, 91]]))
     check_token_ids(dataset, 92)
-    with pytest.raises(ValueError, match=r"corpus\.bin holds token id 90 \(document 2\).* 50 ids.*--vocab-size or --tokenizer-model"):
+    with pytest.raises(UserError, match=r"corpus\.bin holds token id 90 \(document 2\).* 50 ids.*--vocab-size or --tokenizer-model"):
         check_token_ids(dataset, 50)
 
 
 def test_a_negative_token_id_is_named(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_corpus(tmp_path, [[1], [-7]], "int32"))
-    with pytest.raises(ValueError, match=r"token id -7 \(document 1\)"):
+    with pytest.raises(UserError, match=r"token id -7 \(document 1\)"):
         check_token_ids(dataset, 50)

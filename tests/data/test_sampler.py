@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
+from megatron_zpp.system.user_error import UserError
 
 UNBOUNDED = 10**9
 
@@ -71,7 +72,7 @@ def test_a_short_dataset_starts_over_while_the_sample_number_counts_on() -> None
 
 
 def test_a_dataset_without_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="no sample"):
+    with pytest.raises(UserError, match="no sample"):
         MicroBatchSampler(0, 0, 1, 0, 1)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.data_sources import parse_split
 from megatron_zpp.data.split import split_boundaries, split_documents
+from megatron_zpp.system.user_error import UserError
 
 
 def test_boundaries_equal_megatrons() -> None:
@@ -27,13 +28,13 @@ def test_parts_left_out_are_zero() -> None:
 
 @pytest.mark.parametrize("split", ["", ",", "a,b,c", "1;2;3", "1,,1", "1,2,3,4", "-1,2,3", "0,0,0"])
 def test_every_other_split_is_refused_by_name(split: str) -> None:
-    with pytest.raises(ValueError, match="--split .*969, 30, 1"):
+    with pytest.raises(UserError, match="--split .*969, 30, 1"):
         parse_split(split)
 
 
 @pytest.mark.parametrize("split", ["nan,1,1", "inf,1,1", "1e400,1", "1e308,1e308", "1e999999999"])
 def test_parts_that_are_not_finite_numbers_are_refused_by_name(split: str) -> None:
-    with pytest.raises(ValueError, match=f'--split has a part that is negative, not a number or too large, .*; found "{split}"'):
+    with pytest.raises(UserError, match=f'--split has a part that is negative, not a number or too large, .*; found "{split}"'):
         parse_split(split)
 
 

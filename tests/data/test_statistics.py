@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_zpp.data import statistics
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.statistics import count_tokens, unigram_cross_entropy
+from megatron_zpp.system.user_error import UserError
 
 DOCUMENTS = [[1, 2, 2], [], [3, 1], [4, 4, 4, 0], [2]]
 
@@ -33,5 +34,5 @@ def test_cross_entropy_is_the_mean_surprise_of_the_validation_tokens(data: st.Da
 
 
 def test_no_validation_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="--split a larger validation share"):
+    with pytest.raises(UserError, match="--split a larger validation share"):
         unigram_cross_entropy(np.ones(4, np.int64), np.zeros(4, np.int64))

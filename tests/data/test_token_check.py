@@ -6,6 +6,7 @@ from harness.tiny_corpus import write_corpus
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.token_check import check_token_ids_once
+from megatron_zpp.system.user_error import UserError
 
 
 def test_a_corpus_is_read_once_and_again_after_it_changed_or_for_a_smaller_vocabulary(
@@ -26,7 +27,7 @@ def test_a_bad_id_is_refused_every_time_and_an_unwritable_folder_changes_nothing
     dataset = IndexedDataset(write_corpus(tmp_path, [[1, 2, 9]]))
     (tmp_path / "file").write_text("in the way")
     for folder in (tmp_path / "cache", tmp_path / "cache", tmp_path / "file"):
-        with pytest.raises(ValueError, match="token id 9"):
+        with pytest.raises(UserError, match="token id 9"):
             check_token_ids_once(dataset, 9, folder)
         check_token_ids_once(dataset, 10, folder)
 
@@ -41,7 +42,7 @@ def test_a_corpus_put_in_the_place_of_another_with_its_size_and_time_is_read_aga
     os.replace(f"{write_corpus(replacement, [[11] * length])}.bin", f"{prefix}.bin")
     os.utime(f"{prefix}.bin", ns=(status.st_atime_ns, status.st_mtime_ns))
     assert os.stat(f"{prefix}.bin").st_size == status.st_size
-    with pytest.raises(ValueError, match="token id 11"):
+    with pytest.raises(UserError, match="token id 11"):
         check_token_ids_once(IndexedDataset(prefix), 10, tmp_path / "cache")
 
 
@@ -67,5 +68,5 @@ def test_the_path_of_a_corpus_may_have_bytes_that_are_no_text(tmp_path: Path) ->
     folder.mkdir()
     dataset = IndexedDataset(write_corpus(folder, [[1, 2, 9]]))
     check_token_ids_once(dataset, 10, tmp_path / "cache")
-    with pytest.raises(ValueError, match="token id 9"):
+    with pytest.raises(UserError, match="token id 9"):
         check_token_ids_once(dataset, 9, tmp_path / "cache")

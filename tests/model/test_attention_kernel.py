@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.model import attention_kernel
 from megatron_zpp.model.attention_kernel import HeadShape, attend, check_attention, head_shape_of, kernel_order
+from megatron_zpp.system.user_error import UserError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
@@ -169,7 +170,7 @@ def test_heads_repeated_for_their_queries_mix_as_shared_ones(monkeypatch: pytest
     ],
 )
 def test_a_kernel_that_cannot_run_here_is_refused_before_the_first_step(head: HeadShape, masks: bool, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         check_attention(CPU, head, masks_documents=masks)
     assert refused.value.__cause__ is None
 
@@ -180,7 +181,7 @@ def test_a_kernel_that_fails_is_told_apart_from_one_that_torch_does_not_have(mon
 
     monkeypatch.setattr(attention_kernel, "attend", fail)
     message = "--attention-backend fused fails on cpu with 'cuDNN error: CUDNN_STATUS_NOT_INITIALIZED' for heads of .*; choose"
-    with pytest.raises(ValueError, match=message) as failed:
+    with pytest.raises(UserError, match=message) as failed:
         check_attention(CPU, HeadShape(torch.bfloat16, 64, False, backend="fused"), masks_documents=False)
     assert isinstance(failed.value.__cause__, RuntimeError)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron_zpp.model import compilation
 from megatron_zpp.model.compilation import OPTIONS, check_compilation
 from megatron_zpp.model.norm import rms_norm
+from megatron_zpp.system.user_error import UserError
 
 
 def test_a_machine_without_a_compiler_is_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +21,7 @@ def test_a_machine_without_a_compiler_is_named_before_the_first_step(monkeypatch
         return fail
 
     monkeypatch.setattr(compilation.torch, "compile", without_compiler)
-    with pytest.raises(ValueError, match="--compile") as error:
+    with pytest.raises(UserError, match="--compile") as error:
         check_compilation(torch.device("cpu"))
     assert str(error.value).startswith("--compile: torch cannot compile for cpu here (No working C++ compiler found.); ")
     assert str(error.value).endswith("; install a C++ compiler (g++), or leave --compile out.")

@@ -15,6 +15,7 @@ from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.division import Division, Run
 from megatron_zpp.parallel.specs import ParamSpec
+from megatron_zpp.system.user_error import UserError
 
 RANKS = (2, 4, 8)
 
@@ -116,12 +117,12 @@ def test_a_bias_has_the_elements_of_its_weights_rows_where_these_are_divided() -
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside_the_group_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"tensor rank {rank} is not one of 2; choose 0 to 1"):
+    with pytest.raises(UserError, match=f"tensor rank {rank} is not one of 2; choose 0 to 1"):
         ModelShape(config_of("GPT-2"), VOCAB, 2, rank)
 
 
 def test_ranks_that_cannot_share_the_model_are_refused_with_flags() -> None:
-    with pytest.raises(ValueError, match="--num-attention-heads 8 is not a multiple of --tensor-model-parallel-size 3; choose"):
+    with pytest.raises(UserError, match="--num-attention-heads 8 is not a multiple of --tensor-model-parallel-size 3; choose"):
         ModelShape(config_of("GPT-2"), VOCAB, 3, 0)
 
 

@@ -9,6 +9,7 @@ from harness.small_gpt import VOCAB, small_gpt
 
 from megatron_zpp.model.generation import Sampling, draw_token, generated_tokens
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.system.user_error import UserError
 
 PROMPT = [5, 9, 2]
 
@@ -63,12 +64,12 @@ def test_any_temperature_above_0_draws_tokens(temperature: float, drawn: set[int
 
 def test_what_cannot_be_sampled_is_refused_before_the_first_token() -> None:
     model, generator = small_gpt(), torch.Generator()
-    with pytest.raises(ValueError, match="training mode"):
+    with pytest.raises(UserError, match="training mode"):
         generated_tokens(model, PROMPT, Sampling(VOCAB), generator)
-    with pytest.raises(ValueError, match="prompt is empty"):
+    with pytest.raises(UserError, match="prompt is empty"):
         generated_tokens(model.eval(), [], Sampling(VOCAB), generator)
     for temperature in (-1.0, math.nan):
-        with pytest.raises(ValueError, match=f"temperature {temperature} is negative or no number"):
+        with pytest.raises(UserError, match=f"temperature {temperature} is negative or no number"):
             Sampling(VOCAB, temperature=temperature)
-    with pytest.raises(ValueError, match=r"top-k 62 is not within 0\.\.61"):
+    with pytest.raises(UserError, match=r"top-k 62 is not within 0\.\.61"):
         Sampling(VOCAB, top_k=62)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.monitor.jsonl import JsonLinesWriter
+from megatron_zpp.system.user_error import UserError
 
 
 def read_back(path):
@@ -59,7 +60,7 @@ def test_half_a_line_of_a_killed_run_spoils_only_itself(tmp_path):
 
 
 def test_file_that_cannot_be_written_names_flag_path_and_remedy(tmp_path):
-    with pytest.raises(ValueError, match=f"^--log-jsonl {tmp_path} cannot be written .*; choose a file in a writable folder"):
+    with pytest.raises(UserError, match=f"^--log-jsonl {tmp_path} cannot be written .*; choose a file in a writable folder"):
         JsonLinesWriter(tmp_path)
 
 
@@ -71,7 +72,7 @@ def make_socket(path):
 @pytest.mark.parametrize("make", [os.mkfifo, make_socket, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path, make):
     make(tmp_path / "run.jsonl")
-    with pytest.raises(ValueError, match="^--log-jsonl .*run.jsonl cannot be written .*; choose a file in a writable folder"):
+    with pytest.raises(UserError, match="^--log-jsonl .*run.jsonl cannot be written .*; choose a file in a writable folder"):
         JsonLinesWriter(tmp_path / "run.jsonl")
 
 

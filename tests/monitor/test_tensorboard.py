@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
+from megatron_zpp.system.user_error import UserError
 
 
 @dataclass
@@ -39,7 +40,7 @@ def test_arguments_are_written_as_texts(tmp_path):
 
 def test_missing_package_names_flag_and_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=f"^--tensorboard-dir {tmp_path} needs the package tensorboard.*pip install tensorboard"):
+    with pytest.raises(UserError, match=f"^--tensorboard-dir {tmp_path} needs the package tensorboard.*pip install tensorboard"):
         TensorboardWriter(str(tmp_path), 10, {})
 
 

@@ -6,6 +6,7 @@ import pytest
 from harness.stand_in_wandb import StandIn
 
 from megatron_zpp.monitor.wandb_writer import WandbRun, WandbWriter
+from megatron_zpp.system.user_error import UserError
 
 
 def test_a_run_is_started_fed_and_finished(tmp_path, monkeypatch):
@@ -29,5 +30,5 @@ def test_a_run_is_started_fed_and_finished(tmp_path, monkeypatch):
 
 def test_missing_package_names_flag_and_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="^--wandb-project project needs the package wandb.*pip install wandb"):
+    with pytest.raises(UserError, match="^--wandb-project project needs the package wandb.*pip install wandb"):
         WandbWriter(WandbRun("project", None, None, None), {})

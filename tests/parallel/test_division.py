@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.parallel.division import Division, Gradient, Run, SharedRange
+from megatron_zpp.system.user_error import UserError
 
 
 @st.composite
@@ -136,5 +137,5 @@ def test_each_rank_has_all_of_an_undivided_parameter_of_any_shape(shape, ranks):
     ],
 )
 def test_runs_that_are_no_division_are_refused(shape, dim, runs, rank, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         Division(shape, dim, runs, rank)

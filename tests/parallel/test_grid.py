@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron_zpp.parallel import grid as grid_module
 from megatron_zpp.parallel.grid import Grid, Peers
 from megatron_zpp.parallel.topology import LADDER_LINKS, Link, Topology
+from megatron_zpp.system.user_error import UserError
 
 
 @st.composite
@@ -153,5 +154,5 @@ def test_a_link_between_partitions_may_stay_in_a_node_and_a_node_takes_in_what_a
     ],
 )
 def test_sizes_that_make_no_grid_are_refused_with_flag_value_rule_and_remedy(sizes: tuple[int, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(UserError, match=re.escape(words)):
         Grid(*sizes)

@@ -36,7 +36,7 @@ def test_gloo_means_the_cpu_whatever_the_machine_has(monkeypatch: pytest.MonkeyP
 
 def test_nccl_without_a_gpu_is_refused_with_flag_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, 0)
-    with pytest.raises(ValueError, match="--distributed-backend nccl needs a GPU.*leave the flag out"):
+    with pytest.raises(UserError, match="--distributed-backend nccl needs a GPU.*leave the flag out"):
         choose_device(Launch(0, 1, 0, 1), "nccl")
 
 
@@ -44,7 +44,7 @@ def test_each_local_rank_gets_a_gpu_of_its_own_or_the_run_is_refused(monkeypatch
     _pretend_gpus(monkeypatch, 2)
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     assert choose_device(Launch(1, 4, 1, 4), None) == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match="local rank 2 finds only 2 GPUs.*start at most 2 ranks"):
+    with pytest.raises(UserError, match="local rank 2 finds only 2 GPUs.*start at most 2 ranks"):
         choose_device(Launch(2, 4, 2, 4), None)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_zpp.parallel.job_ids import JOB_VARIABLE, JobIds
 from megatron_zpp.parallel.launch import read_launch
+from megatron_zpp.system.user_error import UserError
 
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
@@ -70,18 +71,18 @@ def test_the_most_reliable_id_is_the_one_that_messages_show() -> None:
 
 @pytest.mark.parametrize("value", ["x" * 201, "two\nlines"])
 def test_an_id_that_no_message_could_show_is_refused_by_its_variable(value: str) -> None:
-    with pytest.raises(ValueError, match=f"{JOB_VARIABLE} has {len(value)} characters.*; choose another"):
+    with pytest.raises(UserError, match=f"{JOB_VARIABLE} has {len(value)} characters.*; choose another"):
         read_launch(BY_HAND | {JOB_VARIABLE: value})
-    with pytest.raises(ValueError, match=f"PMIX_NAMESPACE has .*; export {JOB_VARIABLE}, the same on every rank, and unset it"):
+    with pytest.raises(UserError, match=f"PMIX_NAMESPACE has .*; export {JOB_VARIABLE}, the same on every rank, and unset it"):
         read_launch(OPEN_MPI | {"PMIX_NAMESPACE": value})
 
 
 @pytest.mark.parametrize("port", ["0", "65536"])
 def test_a_port_that_does_not_exist_is_refused(port: str) -> None:
-    with pytest.raises(ValueError, match=f"MASTER_PORT={port} is not a port; choose one from 1 to 65535"):
+    with pytest.raises(UserError, match=f"MASTER_PORT={port} is not a port; choose one from 1 to 65535"):
         read_launch(BY_HAND | {"MASTER_PORT": port})
 
 
 def test_an_empty_address_is_refused() -> None:
-    with pytest.raises(ValueError, match="MASTER_ADDR is empty; export the name or address"):
+    with pytest.raises(UserError, match="MASTER_ADDR is empty; export the name or address"):
         read_launch(BY_HAND | {"MASTER_ADDR": " "})

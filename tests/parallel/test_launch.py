@@ -5,6 +5,7 @@ import re
 import pytest
 
 from megatron_zpp.parallel.launch import Launch, SchedulerJob, first_host, is_launched, read_job, read_launch
+from megatron_zpp.system.user_error import UserError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
@@ -46,7 +47,7 @@ def test_the_deepspeed_launcher_inside_a_slurm_job_goes_before_slurm() -> None:
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"])
 def test_a_variable_of_the_deepspeed_launcher_that_is_not_a_number_is_named_with_its_value(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}='four'.*deepspeed"):
+    with pytest.raises(UserError, match=f"{name}='four'.*deepspeed"):
         read_launch(DEEPSPEED | {name: "four"})
 
 
@@ -61,13 +62,13 @@ def test_a_variable_of_the_deepspeed_launcher_that_is_not_a_number_is_named_with
     ],
 )
 def test_variables_that_are_not_set_beside_others_are_named(environment: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=f"^{words}"):
+    with pytest.raises(UserError, match=f"^{words}"):
         read_launch(environment)
 
 
 @pytest.mark.parametrize("environment", [{"RANK": "1"}, {"LOCAL_RANK": "1"}, {"RANK": "1", "LOCAL_RANK": "1"}])
 def test_a_rank_without_a_world_size_is_not_a_world_of_one(environment: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=" set, but .*WORLD_SIZE"):
+    with pytest.raises(UserError, match=" set, but .*WORLD_SIZE"):
         read_launch(environment)
 
 
@@ -91,7 +92,7 @@ def test_nodes_with_different_numbers_of_tasks_are_refused_by_these_numbers_unle
     words: str, counts: str
 ) -> None:
     launch = read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": words})
-    with pytest.raises(ValueError, match=rf"^SLURM_STEP_TASKS_PER_NODE={re.escape(words)}: nodes have {counts} ranks, but all nodes must"):
+    with pytest.raises(UserError, match=rf"^SLURM_STEP_TASKS_PER_NODE={re.escape(words)}: nodes have {counts} ranks, but all nodes must"):
         launch.check_equal_nodes(None)
     launch.check_equal_nodes(1)
     read_launch(SLURM).check_equal_nodes(None)
@@ -112,7 +113,7 @@ def test_torchrun_inside_a_slurm_job_goes_by_torchrun() -> None:
 
 def test_a_world_size_that_the_batch_script_exports_may_agree_with_slurm_and_must_not_differ() -> None:
     assert read_launch(SLURM | {"WORLD_SIZE": "4"}) == read_launch(SLURM)
-    with pytest.raises(ValueError, match="WORLD_SIZE=2 and SLURM_NTASKS=4 differ.*unset WORLD_SIZE"):
+    with pytest.raises(UserError, match="WORLD_SIZE=2 and SLURM_NTASKS=4 differ.*unset WORLD_SIZE"):
         read_launch(SLURM | {"WORLD_SIZE": "2"})
 
 
@@ -138,7 +139,7 @@ def test_variables_of_one_rank_are_that_rank_in_the_shell_of_a_job_of_several_ta
 @pytest.mark.parametrize("step", [None, BATCH_STEP, INTERACTIVE_STEP])
 def test_a_process_that_srun_did_not_start_is_refused_in_a_job_of_several_tasks(step: str | None) -> None:
     environment = without(SLURM, "SLURM_STEP_ID") | ({} if step is None else {"SLURM_STEP_ID": step})
-    with pytest.raises(ValueError, match="SLURM_NTASKS=4, but srun did not start this process.*srun or torchrun"):
+    with pytest.raises(UserError, match="SLURM_NTASKS=4, but srun did not start this process.*srun or torchrun"):
         read_launch(environment)
 
 
@@ -183,7 +184,7 @@ def test_a_task_whose_launcher_says_too_little_is_refused_by_its_variables_and_n
     environment: dict[str, str], named: str
 ) -> None:
     name = named.split("=")[0]
-    with pytest.raises(ValueError, match=f"^{named}.*; start it with torchrun.* export RANK, WORLD_SIZE.* unset {name} for one rank$"):
+    with pytest.raises(UserError, match=f"^{named}.*; start it with torchrun.* export RANK, WORLD_SIZE.* unset {name} for one rank$"):
         read_launch(environment)
     assert read_launch(environment | TORCHRUN).rank == 5
 
@@ -191,7 +192,7 @@ def test_a_task_whose_launcher_says_too_little_is_refused_by_its_variables_and_n
 @pytest.mark.parametrize("one", [ONE_RANK, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_PROCID": "0", "SLURM_STEP_ID": BATCH_STEP}])
 def test_inside_a_job_of_one_task_such_a_launcher_is_refused_where_its_variables_prove_several_tasks(one: dict[str, str]) -> None:
     for several in ({"PMIX_RANK": "3"}, {"PMI_RANK": "0", "PMI_SIZE": "8"}, {"PALS_RANKID": "5"}):
-        with pytest.raises(ValueError, match=f"^{next(iter(several))}=. .*set, so a launcher has started this process"):
+        with pytest.raises(UserError, match=f"^{next(iter(several))}=. .*set, so a launcher has started this process"):
             read_launch(one | several)
     for of_srun in ({"PMIX_RANK": "0"}, {"PMI_RANK": "0", "PMI_SIZE": "1"}):  # srun sets them also for one task and in a shell
         assert read_launch(one | of_srun).world_size == 1
@@ -209,7 +210,7 @@ def test_the_only_task_of_such_a_launcher_is_one_rank_on_its_own(environment: di
 @pytest.mark.parametrize("variables", [OPEN_MPI, INTEL_MPI, PALS, MVAPICH2, JSRUN, FLUX])
 def test_a_launcher_that_leaves_out_the_size_of_the_world_is_refused_by_the_name_of_that_variable(variables: dict[str, str]) -> None:
     size = next(name for name in variables if name.endswith("_SIZE") and "LOCAL" not in name)
-    with pytest.raises(ValueError, match=f" set, but .*{size}"):
+    with pytest.raises(UserError, match=f" set, but .*{size}"):
         read_launch({name: value for name, value in variables.items() if name != size})
 
 
@@ -259,24 +260,24 @@ def test_first_host_of_slurms_list_of_nodes(node_list: str, first: str) -> None:
     ],
 )
 def test_variables_that_contradict_each_other_are_named(changed: dict[str, str], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         read_launch(TORCHRUN | changed)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_a_torchrun_variable_that_is_not_a_number_is_named_with_its_value(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}='four'"):
+    with pytest.raises(UserError, match=f"{name}='four'"):
         read_launch(TORCHRUN | {name: "four"})
 
 
 @pytest.mark.parametrize("name", [name for name in SLURM if name != "SLURM_STEP_ID"])
 def test_a_slurm_variable_that_is_not_a_number_is_named_with_its_value(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}='four'"):
+    with pytest.raises(UserError, match=f"{name}='four'"):
         read_launch(SLURM | {name: "four"})
 
 
 def test_a_world_without_a_rank_is_refused_naming_the_missing_variable() -> None:
-    with pytest.raises(ValueError, match="WORLD_SIZE is set, but RANK and LOCAL_RANK are not"):
+    with pytest.raises(UserError, match="WORLD_SIZE is set, but RANK and LOCAL_RANK are not"):
         read_launch({"WORLD_SIZE": "2"})
 
 
@@ -310,5 +311,5 @@ def test_a_job_that_slurm_has_queued_again_counts_its_restarts() -> None:
 @pytest.mark.parametrize("text", ["\u00b2", "\u0663", "9" * 30, "9" * 5000, "1_0", "+1"])
 def test_a_variable_that_is_not_in_plain_digits_is_named(name, text):
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500", "MASTER_ADDR": "a"}
-    with pytest.raises(ValueError, match=f"^the launcher set {name}=.*, but a whole number is needed"):
+    with pytest.raises(UserError, match=f"^the launcher set {name}=.*, but a whole number is needed"):
         read_launch({**environment, name: text})

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.parallel import topology as topology_module
 from megatron_zpp.parallel.topology import LADDER_LINKS, Link, Topology, check_placement
+from megatron_zpp.system.user_error import UserError
 
 worlds = st.builds(
     lambda nodes, partitions, partition: Topology(nodes * partitions * partition, partitions * partition, partition),
@@ -82,18 +83,18 @@ def test_a_ladder_has_no_tensor_link() -> None:
 
 
 def test_a_node_size_that_does_not_divide_the_world_is_refused_with_flag_value_and_remedy() -> None:
-    with pytest.raises(ValueError, match=r"--ranks-per-node 4 does not divide the 6 data ranks; choose 1, 2, 3 or 6"):
+    with pytest.raises(UserError, match=r"--ranks-per-node 4 does not divide the 6 data ranks; choose 1, 2, 3 or 6"):
         Topology(data_ranks=6, ranks_per_node=4, partition_ranks=1)
 
 
 def test_a_partition_that_does_not_divide_the_node_is_refused_with_value_and_remedy() -> None:
-    with pytest.raises(ValueError, match=r"partition of 4 ranks does not divide the 6 ranks of a node; choose 1, 2, 3 or 6"):
+    with pytest.raises(UserError, match=r"partition of 4 ranks does not divide the 6 ranks of a node; choose 1, 2, 3 or 6"):
         Topology(data_ranks=12, ranks_per_node=6, partition_ranks=4)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (2, 0, 1), (2, 2, -1)])
 def test_a_size_below_one_is_refused(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(UserError, match="positive"):
         Topology(*sizes)
 
 

@@ -9,6 +9,7 @@ from harness.tiny_runs import TINY
 
 import pretrain_zeropp_gpt
 from megatron_zpp.system.open_files import allow_open_files
+from megatron_zpp.system.user_error import UserError
 
 REMEDY = "allow more where the ranks start (ulimit -n)\n"
 
@@ -50,7 +51,7 @@ def test_a_limit_that_cannot_be_raised_is_enough_if_it_is_as_high_as_needed(limi
 
 def test_a_limit_below_what_the_run_needs_is_refused_with_both_numbers_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     put(Limits(24, 81), monkeypatch)
-    with pytest.raises(ValueError, match=r"only 81 files open, .* may need 82; allow .* \(ulimit -n\), or give less than --num-workers 2$"):
+    with pytest.raises(UserError, match=r"only 81 files open, .* may need 82; allow .* \(ulimit -n\), or give less than --num-workers 2$"):
         allow_open_files(world_size=2, num_workers=2)
     put(Limits(24, 82), monkeypatch)
     allow_open_files(world_size=2, num_workers=2)

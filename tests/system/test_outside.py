@@ -26,6 +26,13 @@ def members(tmp_path: Path, text: str, **options: bool) -> Members:
     return outside(tmp_path / "file").members(**options)
 
 
+def test_a_name_that_no_file_can_have_is_no_missing_file_and_refused() -> None:
+    file = outside(Path("a\0b"))
+    assert not file.is_missing()
+    with pytest.raises(FlagError, match="null"):
+        file.text()
+
+
 def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 

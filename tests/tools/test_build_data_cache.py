@@ -11,6 +11,7 @@ from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.build_once import SILENT
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training import setup
 from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.stored_run import find_stored_run
@@ -74,8 +75,8 @@ def test_what_a_resumed_run_takes_from_its_checkpoint_the_tool_takes_too(tmp_pat
 
 def test_what_the_run_would_refuse_is_refused(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [[100] * 90])
-    with pytest.raises(ValueError, match="token id 100"):
+    with pytest.raises(UserError, match="token id 100"):
         run_here("--data-path", prefix, "--train-iters", 2, "--split", 1)
-    with pytest.raises(ValueError, match="--data-path is not given"):
+    with pytest.raises(UserError, match="--data-path is not given"):
         run_here()
     assert run_tool("build_data_cache", "--ranks", 0).stderr.startswith("build_data_cache.py: error: argument --ranks: 0 is not a whole")

@@ -10,6 +10,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from collect_corpus import write_corpus
 
+from megatron_zpp.system.user_error import UserError
+
 
 def make_library(root: Path) -> Path:
     files = {
@@ -68,3 +70,8 @@ def test_a_limit_that_is_no_size_is_refused(tmp_path: Path, limit: str) -> None:
     done = run_tool("collect_corpus", "--output", tmp_path / "out", "--max-megabytes", limit)
     assert done.returncode == 2
     assert f"error: argument --max-megabytes: {limit} is not a number of megabytes above 0" in done.stderr
+
+
+def test_an_output_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--output \. names no file"):
+        write_corpus(make_library(tmp_path / "lib"), Path(""), max_bytes=1000)

@@ -189,3 +189,10 @@ def test_text_in_bytes_that_the_locale_does_not_know_is_taken_as_utf_8() -> None
     assert command.text("gr\udcc3\udcb6") == "gr\xf6"
     with pytest.raises(argparse.ArgumentTypeError, match="is not UTF-8 text"):
         command.text("gr\udcf6")
+
+
+def test_characters_that_the_output_lacks_are_printed_as_escapes_by_every_tool() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "build_data_cache.py", "--data-path", "/nowhere/Gr\xf6\xdfe", "--seq-length", "8", "--train-iters", "1"]
+    done = subprocess.run(words, cwd=ROOT / "tools", env=environment, capture_output=True, check=False)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr, done.stderr

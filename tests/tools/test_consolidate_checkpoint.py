@@ -16,6 +16,7 @@ from harness.small_gpt import small_gpt
 from safetensors.torch import load_file
 from test_generate_text import write_checkpoint
 
+from megatron_zpp.checkpoint.export import new_folder
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
@@ -82,3 +83,11 @@ def test_memory_is_a_constant_that_is_less_than_one_unit_however_large_units_are
 def test_the_tools_need_neither_transformers_nor_a_process_group(consolidated: tuple[Path, dict[str, Any]]) -> None:
     assert "convert_to_hf" in consolidated[1]["modules"] and "transformers" not in consolidated[1]["modules"]
     assert not consolidated[1]["has_group"]
+
+
+def test_the_working_folder_is_an_output_if_it_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with new_folder(Path(".")) as unfinished:
+        (unfinished / "file").touch()
+    assert [path.name for path in (tmp_path / "empty").iterdir()] == ["file"]

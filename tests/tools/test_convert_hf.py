@@ -39,6 +39,7 @@ from megatron_zpp.data.tokenizers.tokenizer import embedding_rows
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.system.outside import Members, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 PADDED = 64
 NULL = DataConfig(data_path=("corpus",), tokenizer_type="NullTokenizer", vocab_size=VOCAB)
@@ -466,7 +467,7 @@ def test_a_tied_head_of_another_shape_or_dtype_or_with_nan_is_refused(
 ) -> None:
     folder = exported(tmp_path, randomized(), monkeypatch)
     add_tensors(folder, {"lm_head.weight": change(load_file(folder / "model.safetensors")["transformer.wte.weight"])})
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(UserError, match=re.escape(words)):
         check_folder(folder)
 
 
@@ -494,7 +495,7 @@ def test_a_causal_mask_that_old_versions_saved_is_compared(
         check_folder(folder)
     for mask in wrong:
         add_tensors(folder, {f"transformer.h.1.attn.{name}": mask})
-        with pytest.raises(ValueError, match=rf"transformer.h.1.attn.{name} in .* must be .*; copy the model again, or correct"):
+        with pytest.raises(UserError, match=rf"transformer.h.1.attn.{name} in .* must be .*; copy the model again, or correct"):
             check_folder(folder)
 
 
@@ -517,7 +518,7 @@ def test_frequencies_that_old_versions_saved_are_compared_within_the_rounding_of
     config.rope_parameters["rope_theta"] *= 1.05
     for wrong in (LlamaRotaryEmbedding(config).inv_freq, unscaled[1:].clone(), unscaled * 1.02, unscaled.long()):
         add_tensors(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": wrong})
-        with pytest.raises(ValueError, match="inv_freq in .* must be the frequencies of the rotary settings, such as rope_theta"):
+        with pytest.raises(UserError, match="inv_freq in .* must be the frequencies of the rotary settings, such as rope_theta"):
             check_folder(folder)
 
 
@@ -525,11 +526,11 @@ def test_a_folder_with_files_of_two_models_is_refused(tmp_path: Path, monkeypatc
     folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch, "--max-shard-size", 1e-5)
     check_folder(folder)
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"adapter_config.json, and weights without its adapter; merge"):
+    with pytest.raises(UserError, match=r"adapter_config.json, and weights without its adapter; merge"):
         check_folder(folder)
     (folder / "adapter_config.json").unlink()
     save_file({"transformer.ln_f.weight": torch.ones(24)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="holds model.safetensors and model.safetensors.index.json, which are two models; delete one"):
+    with pytest.raises(UserError, match="holds model.safetensors and model.safetensors.index.json, which are two models; delete one"):
         check_folder(folder)
 
 
@@ -540,7 +541,7 @@ def test_a_tensor_of_a_shard_that_the_index_does_not_name_is_refused(tmp_path: P
     whole = load_file(path)
     for found in (whole | {"lm_head.weight": torch.ones(VOCAB, 24)}, {"lm_head.weight": torch.ones(VOCAB, 24)}):
         save_file(found, path)
-        with pytest.raises(ValueError, match=f"only one of {path} and model.safetensors.index.json has .*; copy the model again"):
+        with pytest.raises(UserError, match=f"only one of {path} and model.safetensors.index.json has .*; copy the model again"):
             check_folder(folder)
 
 
@@ -610,7 +611,7 @@ def test_the_configuration_comes_back_from_their_config_json(name: str) -> None:
     ],
 )
 def test_an_architecture_that_no_layout_holds_is_refused_by_its_flags(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match="cannot be converted") as error:
+    with pytest.raises(UserError, match="cannot be converted") as error:
         layout_holding(small_config(**changes))
     assert words in str(error.value)
 
@@ -647,7 +648,7 @@ def test_a_llama_whose_function_is_another_is_refused_with_the_reason(change: di
     config = LLAMA_JSON | change
     if change.get("attention_bias") and "model_type" not in change:
         config |= {"mlp_bias": False}
-    with pytest.raises(ValueError, match="config.json: .*; correct it.") as error:
+    with pytest.raises(UserError, match="config.json: .*; correct it.") as error:
         model_of(config)
     assert words in str(error.value)
 

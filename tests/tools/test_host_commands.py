@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 from host_commands import exported_variables, read_variables
 
+from megatron_zpp.system.user_error import UserError
+
 BAD_NAMES = ["CUDA_X;touch planted", "NCCL_$(touch planted)", "TORCH.X", "NCCL_A B", "PYTHON\u00e9", "BASH_FUNC_f%%"]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_name_that_bash_would_run_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="^the environment has a variable .* which bash cannot set on other hosts; unset it.$") as raised:
+    with pytest.raises(UserError, match="^the environment has a variable .* which bash cannot set on other hosts; unset it.$") as raised:
         exported_variables({"NCCL_DEBUG": "WARN", name: "1"}, ["BASH_"], [])
     assert repr(name) in str(raised.value)
     file = tmp_path / "env"
     file.write_text(f"{name}=1\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="line 1: .* is not a variable; write it as NAME=value"):
+    with pytest.raises(UserError, match="line 1: .* is not a variable; write it as NAME=value"):
         exported_variables({}, [], [file])
 
 
@@ -62,7 +64,7 @@ def test_a_file_of_variables_is_read_as_bash_reads_it(tmp_path: Path) -> None:
 )
 def test_what_only_a_shell_can_evaluate_is_refused_by_file_line_and_variable(tmp_path: Path, value: str, finding: str) -> None:
     (tmp_path / "env").write_text(f"# first\nA={value}\n")
-    with pytest.raises(ValueError, match=f"env, line 2: A {finding}"):
+    with pytest.raises(UserError, match=f"env, line 2: A {finding}"):
         read_variables(tmp_path / "env", {})
 
 

@@ -9,6 +9,8 @@ from hostfile import Host, check_same_slots, exclude, include, read_hostfile
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_zpp.system.user_error import UserError
+
 HOSTS = [Host("a", (0, 1, 2, 3), 4), Host("b", (0, 1, 2, 3), 4), Host("c.d", (0, 1), 2)]
 
 
@@ -44,7 +46,7 @@ def test_hosts_are_read_in_their_order_and_comments_say_nothing(tmp_path: Path) 
     ],
 )
 def test_a_line_that_is_no_host_is_named(tmp_path: Path, text: str, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         read_hostfile(written(tmp_path, text))
 
 
@@ -88,16 +90,16 @@ def test_what_is_included_and_what_is_excluded_make_the_whole(chosen: dict[str, 
 )
 def test_a_choice_that_cannot_be_is_named(words: str, named: str) -> None:
     for flag, choose in (("--include", include), ("--exclude", exclude)):
-        with pytest.raises(ValueError, match=f"{flag} {words}: {named}"):
+        with pytest.raises(UserError, match=f"{flag} {words}: {named}"):
             choose(HOSTS, words)
 
 
 def test_excluding_everything_is_refused() -> None:
-    with pytest.raises(ValueError, match="--exclude a@b@c.d leaves no slot"):
+    with pytest.raises(UserError, match="--exclude a@b@c.d leaves no slot"):
         exclude(HOSTS, "a@b@c.d")
 
 
 def test_nodes_are_of_one_size() -> None:
     assert check_same_slots(HOSTS[:2]) == 4
-    with pytest.raises(ValueError, match="a has 4, b has 4, c.d has 2; give --num_gpus 2"):
+    with pytest.raises(UserError, match="a has 4, b has 4, c.d has 2; give --num_gpus 2"):
         check_same_slots(HOSTS)

@@ -45,6 +45,7 @@ def test_an_empty_corpus_is_shown(tmp_path: Path) -> None:
     [
         (True, (), "corpus.bin is truncated: it has 2 bytes, its .idx needs 4"),
         (False, ("--vocab-size", 8), "corpus.bin holds token id 8 (document 0), but the vocabulary has 8 ids"),
+        (False, ("--histogram-png", "lengths.xyz"), "lengths.xyz is neither a PNG nor an SVG file"),
         (False, ("--num-samples", -1), "argument --num-samples: -1 is not a whole number from 0"),
     ],
 )

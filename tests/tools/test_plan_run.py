@@ -28,6 +28,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import model_flops
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.host_threads import own_cores
 from megatron_zpp.training.members import MEMBERS, Member
 from megatron_zpp.training.memory_need import memory_need
@@ -385,7 +386,7 @@ def test_a_vocabulary_of_files_is_counted(tmp_path: Path) -> None:
     files = ["--vocab-file", vocab_file, "--merge-file", merge_file]
     for kind in ([], ["--tokenizer-type", "GPT2BPETokenizer"]):
         assert plan_run._vocab_size(parse_flags(["--mock-data", *files, *kind])) == 300
-    with pytest.raises(ValueError, match="needs --vocab-file"):
+    with pytest.raises(UserError, match="needs --vocab-file"):
         plan_run._vocab_size(parse_flags(["--mock-data", "--tokenizer-type", "GPT2BPETokenizer", "--merge-file", merge_file]))
 
 
@@ -444,7 +445,7 @@ def test_only_one_node_is_planned_without_the_rate_of_its_link_which_nothing_cro
     assert "One node, without a link to others" in capsys.readouterr().out
     (linked,) = plan(tmp_path, "--nodes", "1", "--inter-gigabits", "1", "--teraflops", "1")["rates"]  # type: ignore[misc]
     assert alone == linked | {"inter_gigabits": None}
-    with pytest.raises(ValueError, match="--inter-gigabits is missing"):
+    with pytest.raises(UserError, match="--inter-gigabits is missing"):
         plan(tmp_path, "--nodes", "2", "--teraflops", "1")
 
 

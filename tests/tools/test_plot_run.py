@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from plot_run import Look, draw, running_means
 from run_history import AXES, read_histories, read_history, run_names
 
+from megatron_zpp.system.user_error import UserError
+
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -99,7 +101,7 @@ def test_an_axis_that_the_log_does_not_have_is_refused_with_the_key_it_lacks(log
 def test_a_run_on_one_node_has_no_axis_of_bytes(tmp_path: Path) -> None:
     nothing = {"interval_iterations": 1, "inter_node_bytes_per_iteration": 0}
     log = write_json_lines(tmp_path / "log.jsonl", [training(1, 7.0) | nothing])
-    with pytest.raises(ValueError, match="one has no bytes into one node"):
+    with pytest.raises(UserError, match="one has no bytes into one node"):
         draw([read_history(log, "one")], Look(AXES["bytes"]))
 
 
@@ -169,7 +171,7 @@ def test_different_files_get_different_names_which_end_their_paths(paths: Sequen
 
 @pytest.mark.parametrize("path", [".", "/", ".."])
 def test_a_folder_is_refused_as_such(path: str) -> None:
-    with pytest.raises(ValueError, match="cannot be read .Is a directory"):
+    with pytest.raises(UserError, match="cannot be read .Is a directory"):
         read_histories([path], None)
 
 

@@ -31,6 +31,7 @@ from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocess.corpus_builder import CorpusBuilder
 from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter
 from megatron_zpp.data.preprocess.journal import Journal, Progress
+from megatron_zpp.system.user_error import UserError
 
 FLAGS = ["--json-keys", "text", "more", "--append-eod", "--skip-invalid", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
 
@@ -246,7 +247,7 @@ def unfinished(folder: Path) -> tuple[list[Path], Path]:
 
 def test_an_unfinished_run_is_not_thrown_away_by_accident(tmp_path: Path) -> None:
     sources, prefix = unfinished(tmp_path)
-    with pytest.raises(ValueError, match=r"has an unfinished run; give --resume to continue it, or remove .*out\.unfinished to start anew"):
+    with pytest.raises(UserError, match=r"has an unfinished run; give --resume to continue it, or remove .*out\.unfinished to start anew"):
         preprocess_data.run(arguments(sources, prefix))
     (tmp_path / "out.unfinished").unlink()
     preprocess_data.run(arguments(sources, prefix))
@@ -281,7 +282,7 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
     else:
         Path(f"{prefix}_text_document.bin.partial").write_bytes(b"")
         message = "bin.partial has 0 bytes"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         preprocess_data.run(arguments(sources, prefix, "--resume", *more))
 
 
@@ -293,12 +294,12 @@ def test_after_damage_the_way_on_that_is_named_is_one_that_works(
     sources = write_source(tmp_path, documents=200, seed=3)
     whole = sources[1].read_bytes()
     sources[1].write_bytes(whole[: max(12, int(kept * len(whole)))])
-    with pytest.raises(ValueError, match=r"b\.jsonl\.gz is damaged or cut off \(.*\); copy it again; ") as error:
+    with pytest.raises(UserError, match=r"b\.jsonl\.gz is damaged or cut off \(.*\); copy it again; ") as error:
         preprocess_data.run(arguments(sources, tmp_path / "out"))
     sources[1].write_bytes(whole)
     if is_begun:
         assert str(error.value).endswith(f"copy it again; to start anew, remove {tmp_path / 'out.unfinished'}.")
-        with pytest.raises(ValueError, match=r"b\.jsonl\.gz has changed"):
+        with pytest.raises(UserError, match=r"b\.jsonl\.gz has changed"):
             preprocess_data.run(arguments(sources, tmp_path / "out", "--resume"))
         (tmp_path / "out.unfinished").unlink()
         preprocess_data.run(arguments(sources, tmp_path / "out"))
@@ -332,7 +333,7 @@ def test_an_input_that_was_not_begun_may_be_mended(tmp_path: Path) -> None:
     sources[1].write_text("{\n")
     args = arguments(sources, tmp_path / "out")
     args.skip_invalid = False
-    with pytest.raises(ValueError, match=r"2.jsonl, line 1: not JSON"):
+    with pytest.raises(UserError, match=r"2.jsonl, line 1: not JSON"):
         preprocess_data.run(args)
     sources[1].write_text(good)
     args.resume = True
@@ -378,10 +379,10 @@ def test_a_finished_share_that_left_lines_out_is_not_taken_by_a_command_that_lea
     args = arguments([source], tmp_path / "out", "--share", "--resume")
     preprocess_data.run(args)
     args.skip_invalid = False
-    with pytest.raises(ValueError, match=r"had 1 invalid line of .*out left out; give --skip-invalid, or .* remove .*out\.finished\."):
+    with pytest.raises(UserError, match=r"had 1 invalid line of .*out left out; give --skip-invalid, or .* remove .*out\.finished\."):
         preprocess_data.run(args)
     args.restart_if_changed = True
-    with pytest.raises(ValueError, match=r"in\.jsonl, line 2: not JSON"):
+    with pytest.raises(UserError, match=r"in\.jsonl, line 2: not JSON"):
         preprocess_data.run(args)
 
 

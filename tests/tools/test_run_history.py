@@ -11,6 +11,7 @@ from run_history import AXES, RunHistory, read_history
 
 from megatron_zpp.system import outside
 from megatron_zpp.system.outside import Members, OutsideFile
+from megatron_zpp.system.user_error import UserError
 
 pytestmark = pytest.mark.pure
 
@@ -44,7 +45,7 @@ def test_a_logged_rate_that_is_not_a_number_stays_and_a_missing_one_does_not() -
     history = history_of(line(10) | {"learning_rate": 0.5}, line(20) | {"learning_rate": math.nan}, line(30))
     assert str(history.curve("learning_rate")) == "{10: 0.5, 20: nan}"  # as text, because NaN differs from itself
     history.require("elapsed_ms_per_iteration", remedy="")
-    with pytest.raises(ValueError, match="^run lacks learning_rate in a training line; train again"):
+    with pytest.raises(UserError, match="^run lacks learning_rate in a training line; train again"):
         history.require("learning_rate", remedy="train again")
     assert str(history_of(line(10), line(20) | {"learning_rate": math.nan}).latest("learning_rate")) == "nan"
 
@@ -126,14 +127,14 @@ def test_validations_of_several_sets_do_not_replace_each_other() -> None:
 def test_an_object_with_a_value_of_the_wrong_kind_changes_nothing() -> None:
     history = history_of(line(10), line(20))
     for wrong in (line(10) | {"lm_loss": "x"}, line(10) | {"interval_iterations": 0}, line(10) | {"eta_seconds": float("inf")}, {}):
-        with pytest.raises(ValueError, match=r"log\.jsonl"):
+        with pytest.raises(UserError, match=r"log\.jsonl"):
             history.add(Members(wrong, LOG))
     assert list(history.losses()) == [10, 20]
 
 
 def test_a_log_without_a_key_is_refused_by_its_name_and_the_keys() -> None:
     history = history_of({"iteration": 1, "lm_loss": 1.0, "elapsed_ms_per_iteration": 1.0})
-    with pytest.raises(ValueError, match="run lacks interval_iterations"):
+    with pytest.raises(UserError, match="run lacks interval_iterations"):
         history.positions(AXES["seconds"])
 
 
@@ -183,7 +184,7 @@ def test_a_file_gives_the_same_history_whatever_line_a_killed_run_left_unfinishe
 def test_lines_that_are_not_json_are_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(" iteration 1/ 2 | lm loss: 7.0 |\n" * 9)  # the run's output instead of its --log-jsonl
-    with pytest.raises(ValueError, match="holds no training iteration"):
+    with pytest.raises(UserError, match="holds no training iteration"):
         read_history(path, "run")
     path.write_text(path.read_text() + json.dumps(line(10)))
     read_history(path, "run")

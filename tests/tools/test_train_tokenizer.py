@@ -10,6 +10,7 @@ from sentencepiece import SentencePieceProcessor
 from train_tokenizer import train_model
 
 from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, ModelTokenizer
+from megatron_zpp.system.user_error import UserError
 
 SOURCES = sorted((ROOT / "megatron_zpp" / "data").glob("*.py"))
 
@@ -59,11 +60,11 @@ def test_long_lines_and_words_and_characters_that_the_trainer_reserves_are_train
 def test_the_sizes_that_are_named_are_the_smallest_and_the_largest_that_train() -> None:
     texts = ["some words to count", "more words"]
     for refused, sign in ((20, 1), (100_000, -1)):
-        with pytest.raises(ValueError, match="this text") as error:
+        with pytest.raises(UserError, match="this text") as error:
             train_model(texts, vocab_size=refused, model_type="bpe")
         limit = int(re.findall(r"at (?:least|most) (\d+) pieces", str(error.value))[0])
         train_model(texts, vocab_size=limit, model_type="bpe")
-        with pytest.raises(ValueError, match=f"at (least|most) {limit} pieces"):
+        with pytest.raises(UserError, match=f"at (least|most) {limit} pieces"):
             train_model(texts, vocab_size=limit - sign, model_type="bpe")
 
 

@@ -24,6 +24,7 @@ from megatron_zpp.config.schema import Config, DataConfig
 from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.dry_run import described_plan, planned_world_size
 from megatron_zpp.training.memory_need import memory_need
 from megatron_zpp.training.plan_words import COLUMNS
@@ -253,7 +254,7 @@ def test_the_world_is_that_of_the_flags_else_of_the_launcher(flags: str, launch:
     ],
 )
 def test_what_no_run_could_have_is_refused(flags: str, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         parts_of(flags)
 
 
@@ -280,13 +281,13 @@ def saved(tmp_path: Path) -> Path:
 def test_what_the_run_would_refuse_of_its_checkpoint_ends_the_plan(saved: Path, flags: str, named: str) -> None:
     two_ranks = f"--load {saved} --world-size 2 --nodes 1 --global-batch-size 2"
     assert parts_of(two_ranks)["start"] == f"from {saved / 'iter_0000003'}"
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         parts_of(f"{two_ranks} {flags}")
 
 
 def test_a_schedule_that_differs_because_the_batch_follows_the_ranks_is_explained(saved: Path) -> None:
     follows = r"\(--global-batch-size is not given, so it follows the number of ranks: 2 there and 4 here\); give the same flags"
-    with pytest.raises(ValueError, match=follows):
+    with pytest.raises(UserError, match=follows):
         parts_of(f"--load {saved} --world-size 4 --nodes 1")
 
 
@@ -314,7 +315,7 @@ def test_a_damaged_manifest_ends_the_plan_unless_an_older_one_is_good(saved: Pat
     newer = write_manifest(saved, manifest_of_run(stored_config(), 104, iteration=5))
     (newer / "complete.json").write_text("{}")
     flags = f"--load {saved} --global-batch-size 2"
-    with pytest.raises(ValueError, match="iter_0000005.*is damaged"):
+    with pytest.raises(UserError, match="iter_0000005.*is damaged"):
         parts_of(flags)
     assert parts_of(f"{flags} --load-last-good-checkpoint")["start"] == f"from {saved / 'iter_0000003'}"
 
@@ -331,7 +332,7 @@ def test_corpora_are_opened_and_their_tokens_counted(tmp_path: Path) -> None:
     assert parts_of(flags)["data"] == "1 corpus of 5 tokens; training data: 5 tokens, read 22 times"
     long = write_corpus(tmp_path, [[1] * 1000], name="long")
     assert parts_of(f"--tokenizer-type NullTokenizer --data-path {long}")["data"] == "1 corpus of 1000 tokens"
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.raises(UserError, match="missing"):
         parts_of(f"{flags}-missing")
 
 
@@ -340,7 +341,7 @@ def test_a_tokenizer_that_the_checkpoint_names_and_that_is_not_there_is_said_to_
     manifest.flags["data"].update(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model="gone.model")
     write_manifest(tmp_path / "saved", manifest)
     flags = f"--mock-data --load {tmp_path / 'saved'} --use-checkpoint-args"
-    with pytest.raises(ValueError, match=r"--tokenizer-model gone\.model .*\(--tokenizer-model is from .*iter_0000003"):
+    with pytest.raises(UserError, match=r"--tokenizer-model gone\.model .*\(--tokenizer-model is from .*iter_0000003"):
         described_plan(with_checkpoint_args(parse_flags(f"{RUN} {flags}".split())), ALONE)
 
 
@@ -397,8 +398,8 @@ def test_neither_torch_nor_numpy_is_imported_for_help_and_for_mistakes_in_flags(
 @pytest.mark.parametrize("split, lengths", [("0,100,0", [20] * 4), ("1,1", [20]), ("1", [0])], ids=str)
 def test_a_plan_without_anything_to_train_on_ends_as_the_run_would(tmp_path: Path, split: str, lengths: list[int]) -> None:
     data = DataConfig(data_path=(write_corpus(tmp_path, [[1] * length for length in lengths]),), split=split)
-    with pytest.raises(ValueError, match="Give training a larger share or more documents") as of_run:
+    with pytest.raises(UserError, match="Give training a larger share or more documents") as of_run:
         build_datasets(data, DataRequest(16, 1234, SampleCounts(7, 0, 0), vocab_size=100, eod=99))
-    with pytest.raises(ValueError, match="is empty") as of_plan:
+    with pytest.raises(UserError, match="is empty") as of_plan:
         parts_of(f"--tokenizer-type NullTokenizer --data-path {data.data_path[0]} --split {split}")
     assert str(of_plan.value) == str(of_run.value)

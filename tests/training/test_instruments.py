@@ -9,6 +9,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.monitor.observer import Observer
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.instruments import Instruments, make_instruments
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --ranks-per-node 2 "
@@ -46,7 +47,13 @@ def test_traces_go_where_tensorboard_looks_unless_told_otherwise() -> None:
     assert config_of("--profile --tensorboard-dir t --profile-dir p").profiling.profile_dir == "p"
 
 
+def test_a_snapshot_needs_the_name_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("--record-memory-history --memory-snapshot-path .")
+    with pytest.raises(UserError, match=r"^--memory-snapshot-path \. names no file"):
+        make_instruments(config, torch.device("cuda"), 0)
+
+
 @pytest.mark.parametrize("flag", ["--nvtx-ranges", "--record-memory-history"])
 def test_what_needs_a_gpu_names_itself_without_one(flag: str) -> None:
-    with pytest.raises(ValueError, match=f"^{flag} needs a GPU, and this run is on cpu; leave it out.$"):
+    with pytest.raises(UserError, match=f"^{flag} needs a GPU, and this run is on cpu; leave it out.$"):
         instruments_of(flag)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 
 # init 0, max 3e-4, min 3e-5, warmup 100, decay 1000, at 0, 100, ..., 1100.
@@ -118,7 +119,7 @@ def test_half_of_a_cosine_is_half_of_the_way():
 
 
 def test_unknown_style_names_the_choices():
-    with pytest.raises(ValueError, match="--lr-decay-style step is not available; choose .*inverse-square-root or WSD"):
+    with pytest.raises(UserError, match="--lr-decay-style step is not available; choose .*inverse-square-root or WSD"):
         LearningRateSchedule("step", 1.0, 0.0, 0.0, 0, 10)
 
 

@@ -14,6 +14,7 @@ from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.memory_check import LARGEST_NODES, AvailableMemory, check_fits, smallest_nodes
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.kinds import (
@@ -64,7 +65,7 @@ class Run:
     def refusal(
         self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True, is_after_start: bool = False
     ) -> str:
-        with pytest.raises(ValueError, match="needs") as error:
+        with pytest.raises(UserError, match="needs") as error:
             self.check(available_bytes, host_bytes=host_bytes, is_on_gpu=is_on_gpu, is_after_start=is_after_start)
         return str(error.value)
 

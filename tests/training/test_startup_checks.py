@@ -12,6 +12,7 @@ import torch
 
 from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.initialize import StartupError, World
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training import startup_checks
 from megatron_zpp.training.memory_check import AvailableMemory
 
@@ -69,7 +70,7 @@ def test_a_folder_in_which_no_file_can_be_made_is_refused_with_a_remedy_that_hel
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(startup_checks, "create_new", fail)
-    with pytest.raises(ValueError, match=f"^--save {tmp_path} cannot be written to .{words.replace(')', '.')}$"):
+    with pytest.raises(UserError, match=f"^--save {tmp_path} cannot be written to .{words.replace(')', '.')}$"):
         startup_checks.check_writable("--save", tmp_path, rank=1)
 
 

@@ -14,6 +14,7 @@ from harness.places import ROOT
 from megatron_zpp.config.schema import TrainingConfig
 from megatron_zpp.system import interrupts, process_start
 from megatron_zpp.system.interrupts import SAME_PRESS_SECONDS, Interrupts
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, check_kill_switch, reason_for_stopping, signals_to_handle
 
 
@@ -129,5 +130,5 @@ def test_rank_0_alone_looks_for_the_kill_switch_and_refuses_to_start_with_it(tmp
     (tmp_path / "stop").touch()
     assert [one.request() for one in stop_conditions] == [StopRequest.KILL_SWITCH, StopRequest.NONE]
     check_kill_switch(training, rank=1)
-    with pytest.raises(ValueError, match="--kill-switch-file .*stop is there, so nothing is trained; remove the file"):
+    with pytest.raises(UserError, match="--kill-switch-file .*stop is there, so nothing is trained; remove the file"):
         check_kill_switch(training, rank=0)

@@ -14,6 +14,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.parallel.launch import SchedulerJob
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.instruments import make_instruments
 from megatron_zpp.training.save_lock import SaveLock
 from megatron_zpp.training.writers import open_writers
@@ -42,7 +43,7 @@ def test_a_folder_of_weights_and_biases_that_cannot_be_written_is_named(tmp_path
     monkeypatch.setitem(sys.modules, "wandb", StandIn())
     (tmp_path / "file").touch()
     config = config_of(f"--wandb-project p --wandb-save-dir {tmp_path / 'file'}")
-    with pytest.raises(ValueError, match="^--wandb-save-dir .*file cannot be written to"):
+    with pytest.raises(UserError, match="^--wandb-save-dir .*file cannot be written to"):
         open_writers(config, RankPrinter(3, 4), make_instruments(config, torch.device("cpu"), 3), NO_LOCK)
 
 

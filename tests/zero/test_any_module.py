@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -527,7 +528,7 @@ def test_casts_that_autocast_keeps_from_an_earlier_forward_are_refused() -> None
 def test_hooks_of_parameters_are_refused_before_they_would_be_lost(add: Callable[[nn.Parameter, Callable[[Tensor], None]], object]) -> None:
     model = chain(Block)
     add(model[0].up.weight, lambda gradient: None)
-    with pytest.raises(ValueError, match=r"parameter 0\.up\.weight has hooks.*add hooks after shard\(\)"):
+    with pytest.raises(UserError, match=r"parameter 0\.up\.weight has hooks.*add hooks after shard\(\)"):
         shard(model, ["0"])
 
 

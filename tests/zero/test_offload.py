@@ -19,6 +19,7 @@ from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.plan.kinds import COPY, GRADIENTS, OPTIMIZER, PAYLOADS, PINNED
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.pieces import owned_pieces
@@ -244,13 +245,13 @@ def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or
 
 
 def test_stage_0_has_no_owner_of_a_slice_and_cannot_be_offloaded() -> None:
-    with pytest.raises(ValueError, match="no owner of a slice"):
+    with pytest.raises(UserError, match="no owner of a slice"):
         with_offloaded_optimizer(POLICIES[0])
 
 
 @pytest.mark.parametrize("changes", [{"gradients": Rung.HOST}, {"weights_in_step": Rung.HOST}], ids=str)
 def test_neither_gradients_nor_working_weights_rest_on_the_host(changes: dict[str, Rung]) -> None:
-    with pytest.raises(ValueError, match="only the optimizer state"):
+    with pytest.raises(UserError, match="only the optimizer state"):
         dataclasses.replace(with_offloaded_optimizer(POLICIES[3]), **changes)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.parallel.specs import UnitSpec
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.adam import AdamGroup, AdamOptions, make_adam
 from megatron_zpp.zero.optimizer import MOMENTS
 
@@ -70,7 +71,7 @@ def test_weight_decay_that_changes_among_parameters_of_one_dimension_is_refused(
         )
 
     monkeypatch.setattr(SmallModel, "unit_specs", with_decaying_biases)
-    with pytest.raises(ValueError, match="unit block.0: weight decay changes at element .* the same weight decay"):
+    with pytest.raises(UserError, match="unit block.0: weight decay changes at element .* the same weight decay"):
         run_world((1, 1), lambda backend: Rank(Job(), backend))
 
 

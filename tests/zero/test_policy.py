@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.policy import POLICIES, Policy, Rung
 
 PRIMARY, SECONDARY, FULL = Rung.PRIMARY, Rung.SECONDARY, Rung.FULL
@@ -22,5 +23,5 @@ def test_each_stage_shards_one_state_more_than_the_stage_before() -> None:
     ],
 )
 def test_a_row_without_a_meaning_is_refused(row: tuple[Rung, Rung, Rung]) -> None:
-    with pytest.raises(ValueError, match="rung"):
+    with pytest.raises(UserError, match="rung"):
         Policy(*row)

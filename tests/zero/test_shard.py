@@ -27,6 +27,7 @@ from megatron_zpp.comm.codecs import BlockCodec, CastCodec, Codec, make_codec
 from megatron_zpp.ops import extension
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import Use
+from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -190,6 +191,18 @@ def test_codecs_come_from_the_factory_of_the_options() -> None:
     assert set(asked) == {(Code(8), torch.float32, 32), (Code(4), torch.float32, 32)}
 
 
+def test_a_codec_that_does_not_inherit_from_codec_is_refused() -> None:
+    with pytest.raises(UserError, match="make_codec made a object; let its class inherit from megatron_zpp.comm.codec.Codec"):
+        shard(tied(), ["embedding", "inner", "head"], replace(OPTIONS, make_codec=lambda *_: object()))
+
+
+def test_the_loss_scaler_of_an_engine_is_not_replaced() -> None:
+    engine = shard(tied(), ["embedding", "inner", "head"], OPTIONS)
+    with pytest.raises(AttributeError):
+        engine.loss_scaler = DynamicLossScaler(2.0)  # type: ignore[misc]
+    engine.close()
+
+
 class SmearingCodec(CastCodec):
     """Its last hop leaves an error in every value of the blocks run, and so in padding."""
 
@@ -341,7 +354,7 @@ def test_bad_input_of_one_rank_is_refused_on_every_rank(
     module: Callable[[], nn.Module], units: Any, arguments: dict[str, Any], words: list[str]
 ) -> None:
     def program(backend: Backend) -> str:
-        with pytest.raises(ValueError, match=re.escape(words[0])) as refused:
+        with pytest.raises(UserError, match=re.escape(words[0])) as refused:
             if backend.rank == 0:
                 shard(tied(), ALL, backend=backend)
             else:
@@ -357,7 +370,7 @@ def test_bad_input_of_one_rank_is_refused_on_every_rank(
 def test_bad_first_values_of_one_rank_are_refused_on_every_rank() -> None:
     def program(backend: Backend) -> str:
         extra = backend.rank  # rank 1 gives one row too many
-        with pytest.raises(ValueError, match="initialize gave") as refused:
+        with pytest.raises(UserError, match="initialize gave") as refused:
             shard(on_meta(), ALL, backend=backend, initialize=lambda path, shape: torch.zeros(shape[0] + extra, *shape[1:]))
         return str(refused.value)
 
@@ -375,7 +388,7 @@ def test_ranks_that_differ_are_refused_alike(differ: str) -> None:
             with torch.no_grad():
                 model.inner[1].bias[3] += 1e-6
         options = replace(OPTIONS, block_numel=64) if is_odd and differ.startswith("arguments") else OPTIONS
-        with pytest.raises(ValueError, match="differ from those of rank 0") as refused:
+        with pytest.raises(UserError, match="differ from those of rank 0") as refused:
             shard(model, ALL, options, backend=backend)
         return str(refused.value)
 
@@ -435,7 +448,7 @@ def test_a_gpu_without_kernels_is_refused_with_the_remedy_if_the_policy_quantize
     monkeypatch.setattr(extension, "has_kernels_for", lambda device_type: has_kernels)
     monkeypatch.setenv(extension.REFERENCE_VARIABLE, str(int(asks_for_reference)))
     remedy = "This builds the kernels: .*, run where this rank runs. Or set MEGATRON_ZPP_REFERENCE_OPS=1 on every rank"
-    with pytest.raises(ValueError, match=remedy) if is_refused else nullcontext():
+    with pytest.raises(UserError, match=remedy) if is_refused else nullcontext():
         _load_kernels(policy, torch.device(device))
 
 
@@ -459,7 +472,7 @@ def test_the_default_device_of_torch_moves_nothing_that_belongs_on_the_host() ->
 def test_a_module_is_sharded_once() -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     shard(module, ["0"]).close()
-    with pytest.raises(ValueError, match="the module is sharded already"):
+    with pytest.raises(UserError, match="the module is sharded already"):
         shard(module, ["0"])
 
 
@@ -467,7 +480,7 @@ def test_a_module_is_sharded_once() -> None:
 def test_a_virtual_world_serves_one_engine() -> None:
     def program(backend: VirtualBackend) -> None:
         shard(tied(), ALL, backend=backend)
-        with pytest.raises(ValueError, match="the backend serves an engine already"):
+        with pytest.raises(UserError, match="the backend serves an engine already"):
             shard(tied(), ALL, backend=backend)
 
     run_world((1, 2), program)
@@ -477,7 +490,7 @@ def test_a_parameter_of_two_sharded_modules_is_refused() -> None:
     module, other = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
     other[0].weight = module[0].weight
     shard(module, ["0"])
-    with pytest.raises(ValueError, match=r"parameter 0\.weight is shared with a module that is sharded already"):
+    with pytest.raises(UserError, match=r"parameter 0\.weight is shared with a module that is sharded already"):
         shard(other, ["0"])
 
 
@@ -494,7 +507,7 @@ def test_options_that_differ_between_ranks_are_refused_and_the_modules_stay_as_t
     def program(backend: Backend) -> bool:
         model = tied()
         before = list(model.parameters())
-        with pytest.raises(ValueError, match="arguments of shard"):
+        with pytest.raises(UserError, match="arguments of shard"):
             shard(model, ALL, **differing(backend.rank, what), backend=backend)
         return all(one is other for one, other in zip(before, model.parameters(), strict=True))
 
@@ -509,7 +522,7 @@ def one_layer() -> tuple[nn.Module, ZeroEngine]:
 @pytest.mark.parametrize("microbatches", [0, -1, float("nan")])
 def test_a_number_of_micro_batches_that_is_none_is_refused(microbatches: Any) -> None:
     model, engine = one_layer()
-    with pytest.raises(ValueError, match=f"microbatches is {microbatches}; give the number"):
+    with pytest.raises(UserError, match=f"microbatches is {microbatches}; give the number"):
         engine.backward(model(torch.ones(2, 4)).sum(), microbatches=microbatches)
 
 
@@ -519,7 +532,7 @@ def test_a_bad_number_for_a_step_is_refused_and_the_step_can_follow(name: str, b
     model, engine = one_layer()
     before = dict(full_weights(engine))
     engine.backward(model(torch.ones(2, 4)).sum())
-    with pytest.raises(ValueError, match=f"{name} is {bad}; give a finite number, 0 or more"):
+    with pytest.raises(UserError, match=f"{name} is {bad}; give a finite number, 0 or more"):
         engine.step(**{"learning_rate": 1e-3, name: bad})
     assert all(torch.equal(weight, before[path]) for path, weight in full_weights(engine))
     assert not engine.step(learning_rate=1e-3).is_skipped

@@ -22,6 +22,7 @@ from megatron_zpp.data.preprocess import indexed_writer
 from megatron_zpp.data.preprocess.corpus_builder import CorpusBuilder
 from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter, partial_paths, publish
 from megatron_zpp.data.preprocess.journal import Journal, Progress
+from megatron_zpp.system.user_error import UserError
 
 
 def pair(prefix: str | Path) -> tuple[bytes, bytes]:
@@ -117,7 +118,7 @@ def test_partial_files_shorter_than_what_was_said_are_refused(tmp_path: Path) ->
     first = IndexedDatasetWriter(str(tmp_path / "corpus"), np.dtype("uint16"))
     first.add_document([1, 2])
     first.close()
-    with pytest.raises(ValueError, match=r"corpus\.bin\.partial has 4 bytes, 6 were written"):
+    with pytest.raises(UserError, match=r"corpus\.bin\.partial has 4 bytes, 6 were written"):
         IndexedDatasetWriter(str(tmp_path / "corpus"), np.dtype("uint16"), Extent(3, 1, 1))
 
 
@@ -168,7 +169,7 @@ def test_a_file_that_got_its_name_before_the_lock_is_left_alone(tmp_path: Path, 
     prefix = str(tmp_path / "corpus")
     Path(f"{prefix}.bin.partial").write_bytes(b"\1\0")
     monkeypatch.setattr(indexed_writer.fcntl, "lockf", lambda *_: Path(f"{prefix}.bin.partial").rename(f"{prefix}.bin"))
-    with pytest.raises(ValueError, match=r"corpus\.bin is being written by another process"):
+    with pytest.raises(UserError, match=r"corpus\.bin is being written by another process"):
         IndexedDatasetWriter(prefix, np.dtype("uint16"))
     assert Path(f"{prefix}.bin").read_bytes() == b"\1\0"
 
@@ -229,7 +230,7 @@ def test_a_loss_of_power_leaves_no_index_beside_the_tokens_of_another_corpus(tmp
 def test_a_document_longer_than_a_length_can_say_is_refused(tmp_path: Path) -> None:
     # The check comes before any access to the array.
     tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (2**31,), (0,))
-    with IndexedDatasetWriter(str(tmp_path / "corpus"), np.dtype("uint16")) as writer, pytest.raises(ValueError, match="2147483648 tokens"):
+    with IndexedDatasetWriter(str(tmp_path / "corpus"), np.dtype("uint16")) as writer, pytest.raises(UserError, match="2147483648 tokens"):
         writer.add_document(tokens)
 
 
@@ -239,7 +240,7 @@ def test_one_corpus_is_appended_to_another_with_its_documents(tmp_path: Path) ->
     with IndexedDatasetWriter(str(tmp_path / "merged"), np.dtype("uint16")) as writer:
         for part in parts:
             writer.add_dataset(IndexedDataset(part))
-        with pytest.raises(ValueError, match="holds int32, but uint16 is needed"):
+        with pytest.raises(UserError, match="holds int32, but uint16 is needed"):
             writer.add_dataset(IndexedDataset(write_corpus(tmp_path, [[1]], "int32", name="other")))
         writer.finalize()
     assert pair(tmp_path / "merged") == expected
@@ -261,14 +262,14 @@ def test_an_interrupted_writer_leaves_the_old_corpus_as_it_was(tmp_path: Path) -
 
 def test_writer_refuses_ids_its_dtype_cannot_hold(tmp_path: Path) -> None:
     with IndexedDatasetWriter(str(tmp_path / "corpus"), np.dtype("uint16")) as writer:
-        with pytest.raises(ValueError, match="uint16 and cannot hold the token ids 3 to 65536.*--vocab-size"):
+        with pytest.raises(UserError, match="uint16 and cannot hold the token ids 3 to 65536.*--vocab-size"):
             writer.add_document([3, 65536])
-        with pytest.raises(ValueError, match="-1 to 0"):
+        with pytest.raises(UserError, match="-1 to 0"):
             writer.add_document([-1, 0])
 
 
 def test_writer_refuses_floating_point(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot hold float32"):
+    with pytest.raises(UserError, match="cannot hold float32"):
         IndexedDatasetWriter(str(tmp_path / "corpus"), np.dtype("float32"))
 
 

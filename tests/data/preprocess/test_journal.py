@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_zpp.data.preprocess.journal import Journal, Progress
+from megatron_zpp.system.user_error import UserError
 
 CHANGES = {
     "a value": (
@@ -53,7 +54,7 @@ CHANGES = {
 def test_a_run_that_cannot_go_on_names_the_flag_to_give_or_to_leave_out(tmp_path: Path, change: str) -> None:
     before, now, message = CHANGES[change]
     journal(tmp_path, before).save(Progress())
-    with pytest.raises(ValueError, match=f"^--resume: the earlier run {re.escape(message)}"):
+    with pytest.raises(UserError, match=f"^--resume: the earlier run {re.escape(message)}"):
         journal(tmp_path, now).load()
     assert journal(tmp_path, before).load() == Progress()
 

@@ -19,6 +19,7 @@ import zstandard
 from megatron_zpp.data.preprocess import json_lines
 from megatron_zpp.data.preprocess.document_encoder import read_texts
 from megatron_zpp.data.preprocess.json_lines import Position, Source, find_inputs, line_batches
+from megatron_zpp.system.user_error import UserError
 
 
 def found(folder: Path, *words: object) -> tuple[list[str], list[str]]:
@@ -48,24 +49,24 @@ def test_a_file_named_twice_is_refused_however_it_is_spelled(tmp_path: Path, mon
     Path("a.jsonl").touch()
     Path("b.jsonl").symlink_to("a.jsonl")
     for again in ("./a.jsonl", str(tmp_path / "a.jsonl"), "b.jsonl"):
-        with pytest.raises(ValueError, match=rf"--input names {again} twice \(as a.jsonl before\); name it once"):
+        with pytest.raises(UserError, match=rf"--input names {again} twice \(as a.jsonl before\); name it once"):
             find_inputs(["a.jsonl", again], print)
-    with pytest.raises(ValueError, match=r"--input names a.jsonl twice; name it once"):
+    with pytest.raises(UserError, match=r"--input names a.jsonl twice; name it once"):
         find_inputs(["a.jsonl", "a.jsonl"], print)
-    with pytest.raises(ValueError, match=r"--input names - twice; name it once"):
+    with pytest.raises(UserError, match=r"--input names - twice; name it once"):
         find_inputs(["-", "-"], print)
 
 
 def test_standard_input_that_is_closed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ValueError, match=r"--input - reads standard input, which is closed; pipe JSON lines"):
+    with pytest.raises(UserError, match=r"--input - reads standard input, which is closed; pipe JSON lines"):
         find_inputs(["-"], print)
 
 
 @pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst"])
 def test_an_empty_file_is_no_compressed_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=f"{name} is not compressed, although its name says so; rename it, or copy it again"):
+    with pytest.raises(UserError, match=f"{name} is not compressed, although its name says so; rename it, or copy it again"):
         list(line_batches([str(tmp_path / name)], Position()))
 
 
@@ -109,7 +110,7 @@ def test_a_pause_on_standard_input_that_does_not_block_is_not_its_end(monkeypatc
 def test_a_line_that_is_too_long_for_memory_is_refused_with_its_place(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(compress(b"short\n" + b"x" * (4 << 20)))
-    with pytest.raises(ValueError, match=f"{path} has a line of more than 1000000 bytes after byte 6 of its text; .* --max-line-megabytes"):
+    with pytest.raises(UserError, match=f"{path} has a line of more than 1000000 bytes after byte 6 of its text; .* --max-line-megabytes"):
         list(line_batches([str(path)], Position(), 1_000_000))
     path.write_bytes(compress(b"".join(b"x" * 800_000 + b"\n" for _ in range(4))))
     assert sum(len(batch.text) for batch in line_batches([str(path)], Position(), 1_000_000)) == 4 * 800_001
@@ -127,7 +128,7 @@ def test_zstd_that_expands_enormously_takes_little_memory_before_it_is_refused(t
     path.write_bytes(zeros_in_zstd(2 << 30))
     assert path.stat().st_size < 70_000
     tracemalloc.start()
-    with pytest.raises(ValueError, match="bomb.jsonl.zst has a line of more than 50000000 bytes"):
+    with pytest.raises(UserError, match="bomb.jsonl.zst has a line of more than 50000000 bytes"):
         list(line_batches([str(path)], Position(), 50_000_000))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -155,7 +156,7 @@ def test_text_in_many_zstd_frames_comes_in_batches(tmp_path: Path, size: int) ->
     ],
 )
 def test_a_line_that_is_no_document_says_what_it_is(line: bytes, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"^{reason}$"):
+    with pytest.raises(UserError, match=f"^{reason}$"):
         read_texts(line, ["text"])
     assert read_texts(b'{"text": "a"}\r\n', ["text"]) == {"text": "a"}
 
@@ -211,9 +212,9 @@ def test_a_file_of_another_format_is_refused_at_the_start_with_what_makes_json_l
     path = packed(pack, tmp_path)
     command = remedy.replace("{}", f"'{path}'")
     match = f"^{path} is {re.escape(what)}, but JSON lines are needed; this makes them: {command}$"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         find_inputs([str(path)], print)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         list(line_batches([str(path)], Position()))
 
 
@@ -221,7 +222,7 @@ def test_another_format_inside_a_compressed_file_is_refused_and_a_bad_line_is_no
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(ARRAY.encode()))
     match = f"^{path} holds, compressed, what is one JSON array, but .*; decompress it; then this makes them: jq .* {tmp_path}/a.json > .*"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         find_inputs([str(path)], print)
     for first in (b"[]", b'["a"]', b"", b"{}", b'{"text": "a"}'):
         path.write_bytes(gzip.compress(first + b"\n" + LINES))

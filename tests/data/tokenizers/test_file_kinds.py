@@ -9,6 +9,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_zpp.system.user_error import UserError
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 499723\n"
 # Of each file: what it is, and what to do about it.
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refusal(folder: Path, reader: str, path: Path) -> str:
     flag, _ = READERS[reader]
     files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")} | {flag: str(path)}
-    with pytest.raises(ValueError, match="^--") as error:
+    with pytest.raises(UserError, match="^--") as error:
         build_tokenizer(DataConfig(tokenizer_type=reader.split()[0], tiktoken_pattern="v2", **files))
     return str(error.value)
 

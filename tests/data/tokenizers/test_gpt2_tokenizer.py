@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
 
 from megatron_zpp.data.tokenizers.gpt2 import GPT2BPETokenizer
+from megatron_zpp.system.user_error import UserError
 
 VOCAB_SIZE = 700
 TEXTS = [
@@ -67,7 +68,7 @@ def test_the_end_of_a_document_is_an_id_that_no_text_gives(tokenizer: GPT2BPETok
     assert (tokenizer.vocab_size, tokenizer.eod) == (VOCAB_SIZE, VOCAB_SIZE - 1)
     assert tokenizer.eod not in tokenizer.tokenize("<|endoftext|>")
     assert tokenizer.detokenize([*tokenizer.tokenize("x"), tokenizer.eod]) == "x<|endoftext|>"
-    with pytest.raises(ValueError, match=f"Token id {VOCAB_SIZE} is outside"):
+    with pytest.raises(UserError, match=f"Token id {VOCAB_SIZE} is outside"):
         tokenizer.detokenize([VOCAB_SIZE])
 
 
@@ -112,5 +113,5 @@ def test_files_that_are_no_gpt2_tokenizer_are_refused(tmp_path: Path, vocabulary
     (tmp_path / "merges.txt").write_text(merges, encoding="utf-8")
     if vocabulary is not None:
         (tmp_path / "vocab.json").write_text(vocabulary)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         GPT2BPETokenizer("nowhere" if vocabulary is None else str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from megatron_zpp.data.tokenizers.gpt2 import GPT2BPETokenizer
 from megatron_zpp.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_zpp.system.user_error import UserError
 
 VOCAB_SIZE = 600
 
@@ -75,15 +76,15 @@ def test_an_end_of_documents_that_is_not_said_or_not_there_is_refused(tmp_path: 
     write_tokenizer(tmp_path, ends=("<|endoftext|>", "<eos>"))
     if config is not None:
         (tmp_path / "tokenizer_config.json").write_text(config)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         HuggingFaceTokenizer(str(tmp_path))
 
 
 def test_what_is_no_tokenizer_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no tokenizer.json on this machine, and nothing is downloaded"):
+    with pytest.raises(UserError, match="has no tokenizer.json on this machine, and nothing is downloaded"):
         HuggingFaceTokenizer("organisation/model")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a tokenizer.json"):
+    with pytest.raises(UserError, match="is not a tokenizer.json"):
         HuggingFaceTokenizer(str(tmp_path))
 
 
@@ -92,11 +93,11 @@ def test_a_tokenizer_json_on_which_the_package_panics_and_one_that_is_a_pipe_are
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "/////w=="}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="is not a tokenizer.json"):
+    with pytest.raises(UserError, match="is not a tokenizer.json"):
         HuggingFaceTokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
     os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match="tokenizer.json cannot be read .it is a pipe, not a regular file"):
+    with pytest.raises(UserError, match="tokenizer.json cannot be read .it is a pipe, not a regular file"):
         HuggingFaceTokenizer(str(tmp_path))
 
 
@@ -174,5 +175,5 @@ def test_tokens_that_only_the_files_beside_name_have_the_ids_of_transformers(tmp
 )
 def test_tokens_beside_that_contradict_tokenizer_json_or_are_none_are_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     write_beside(tmp_path, files)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         HuggingFaceTokenizer(str(tmp_path))

@@ -8,6 +8,7 @@ from harness.trained_tokenizers import json_entries, tiktoken_lines, training_te
 
 from megatron_zpp.data.tokenizers.gpt2 import BYTES, GPT2BPETokenizer
 from megatron_zpp.data.tokenizers.tik import PATTERNS, TikTokenizer
+from megatron_zpp.system.user_error import UserError
 
 SPECIAL = 10
 
@@ -83,7 +84,7 @@ def test_a_vocab_size_cuts_the_file(paths: tuple[str, str]) -> None:
     ],
 )
 def test_flags_that_leave_no_room_are_refused(paths: tuple[str, str], options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         TikTokenizer(paths[0], "v1", **options)
 
 
@@ -93,7 +94,7 @@ def test_damaged_files_are_refused(tokens: list[bytes], tmp_path: Path, name: st
     write = tiktoken_lines if name == "t.tiktoken" else json_entries
     for damaged in ("", "\xff", write(tokens[1:]), write(tokens[:200]), write([*tokens, tokens[0]]), write(tokens)[: rng.randrange(3000)]):
         (tmp_path / name).write_text(damaged, encoding="latin-1")
-        with pytest.raises(ValueError, match=f"--tokenizer-model {tmp_path}/{name}"):
+        with pytest.raises(UserError, match=f"--tokenizer-model {tmp_path}/{name}"):
             TikTokenizer(str(tmp_path / name), "v1", num_special_tokens=SPECIAL)
     for junk in (
         "junk",
@@ -106,9 +107,9 @@ def test_damaged_files_are_refused(tokens: list[bytes], tmp_path: Path, name: st
         "[" * 100_000,
     ):
         (tmp_path / name).write_text(junk, encoding="utf-8")
-        with pytest.raises(ValueError, match=f"--tokenizer-model {tmp_path}/{name}"):
+        with pytest.raises(UserError, match=f"--tokenizer-model {tmp_path}/{name}"):
             TikTokenizer(str(tmp_path / name), "v1", num_special_tokens=SPECIAL)
-    with pytest.raises(ValueError, match="--tokenizer-model nowhere does not exist"):
+    with pytest.raises(UserError, match="--tokenizer-model nowhere does not exist"):
         TikTokenizer("nowhere", "v1", num_special_tokens=SPECIAL)
 
 

@@ -17,6 +17,7 @@ from tokenizers import ByteLevelBPETokenizer
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, BeginningTokenizer, ModelTokenizer
 from megatron_zpp.data.tokenizers.tokenizer import NullTokenizer, build_tokenizer, embedding_rows, padded_vocab_size
+from megatron_zpp.system.user_error import UserError
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +78,9 @@ def test_text_that_spells_the_end_of_a_document_is_text(model_path: str) -> None
 
 def test_a_model_without_sentence_end_is_refused_where_it_is_needed(tmp_path: Path) -> None:
     path = write_sentencepiece_model(tmp_path / "endless.model", eos_id=-1)
-    with pytest.raises(ValueError, match="--tokenizer-model .* no end-of-sentence piece"):
+    with pytest.raises(UserError, match="--tokenizer-model .* no end-of-sentence piece"):
         ModelTokenizer(path)
-    with pytest.raises(ValueError, match="--tokenizer-model .* no begin-of-sentence piece"):
+    with pytest.raises(UserError, match="--tokenizer-model .* no begin-of-sentence piece"):
         BeginningTokenizer(write_sentencepiece_model(tmp_path / "beginless.model", bos_id=-1))
     assert AddingTokenizer(path).vocab_size == MODEL_SIZE + 6
 
@@ -99,13 +100,13 @@ def test_null_tokenizer_reads_ids_and_ends_documents_with_the_last_one() -> None
 
 @pytest.mark.parametrize(("text", "message"), [("3 x", "NullTokenizer reads text of ids"), ("10", "id 10 .* 10 ids"), ("-1", "id -1")])
 def test_null_tokenizer_refuses_other_text(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         NullTokenizer(10).tokenize(text)
 
 
 def test_ids_outside_of_the_vocabulary_are_not_text(model_path: str) -> None:
     for tokenizer in (AddingTokenizer(model_path), ModelTokenizer(model_path)):
-        with pytest.raises(ValueError, match=f"Token id {tokenizer.vocab_size} is outside"):
+        with pytest.raises(UserError, match=f"Token id {tokenizer.vocab_size} is outside"):
             tokenizer.detokenize([tokenizer.vocab_size])
 
 
@@ -145,7 +146,7 @@ def test_build_tokenizer_builds_a_null_tokenizer() -> None:
     ],
 )
 def test_flags_that_describe_no_tokenizer_are_refused(data: DataConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         build_tokenizer(data)
 
 
@@ -159,15 +160,15 @@ def test_every_kind_is_built_from_its_own_flags(tmp_path: Path) -> None:
     (tmp_path / "bytes.tiktoken").write_text(tiktoken_lines([bytes([byte]) for byte in range(256)]))
     data = DataConfig(tokenizer_type="TikTokenizer", tokenizer_model=str(tmp_path / "bytes.tiktoken"), tiktoken_num_special_tokens=5)
     assert build_tokenizer(replace(data, tiktoken_pattern="v2")).tokenize("A") == [5 + 65]
-    with pytest.raises(ValueError, match="TikTokenizer needs --tiktoken-pattern"):
+    with pytest.raises(UserError, match="TikTokenizer needs --tiktoken-pattern"):
         build_tokenizer(data)
-    with pytest.raises(ValueError, match="GPT2BPETokenizer needs --vocab-file .* and --merge-file"):
+    with pytest.raises(UserError, match="GPT2BPETokenizer needs --vocab-file .* and --merge-file"):
         build_tokenizer(DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab_file))
 
 
 def test_a_vocab_size_that_contradicts_the_model_is_refused(model_path: str) -> None:
     data = DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model_path, vocab_size=301)
-    with pytest.raises(ValueError, match="--vocab-size 301 differs from the 300 ids"):
+    with pytest.raises(UserError, match="--vocab-size 301 differs from the 300 ids"):
         build_tokenizer(data)
 
 
@@ -193,7 +194,7 @@ def test_the_embedding_has_the_rows_that_are_asked_for_else_the_next_multiple():
     model = ModelConfig(make_vocab_size_divisible_by=128)
     assert embedding_rows(model, 50257) == 50304
     assert embedding_rows(replace(model, padded_vocab_size=50257), 50257) == 50257
-    with pytest.raises(ValueError, match="--padded-vocab-size 50000 is below the 50257 ids of the tokenizer; choose 50257 or more"):
+    with pytest.raises(UserError, match="--padded-vocab-size 50000 is below the 50257 ids of the tokenizer; choose 50257 or more"):
         embedding_rows(replace(model, padded_vocab_size=50000), 50257)
 
 
@@ -209,5 +210,5 @@ def test_the_embedding_has_the_rows_that_are_asked_for_else_the_next_multiple():
 )
 def test_what_is_not_a_sentencepiece_model_is_said_as_it_is(tmp_path: Path, make: Callable[[Path], object], finding: str) -> None:
     make(tmp_path / "a.model")
-    with pytest.raises(ValueError, match=f"--tokenizer-model {tmp_path}/a.model {finding}.*; give a SentencePiece .model file"):
+    with pytest.raises(UserError, match=f"--tokenizer-model {tmp_path}/a.model {finding}.*; give a SentencePiece .model file"):
         build_tokenizer(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "a.model")))
