@@ -310,4 +310,4 @@ def test_differences_need_a_rung_that_is_kept_and_a_sharded_optimizer(policy: Po
 def test_a_kept_copy_crosses_the_intra_link_exactly() -> None:
     with pytest.raises(ValueError, match="crosses the intra link exactly"):
         dataclasses.replace(lean(3), weight_codes=LinkCodes(E3, Code(8)))
-    assert lean(3).in_world(Grid.of_nodes(2, 1).links).weight_codes == LinkCodes(E3, EXACT)
+    assert lean(3).in_world(Grid.of_nodes(2, 1).ladder).weight_codes == LinkCodes(E3, EXACT)
