@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.comm.codecs import LinkCodecs
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.specs import UnitSpec, Use
@@ -61,24 +62,24 @@ class ZeroEngine:
         self.options = replace(options, policy=options.policy.in_world(links.topology))
         self.units: list[WeightUnit] = []
         self.gradients: list[UnitGradient] = []
-        for spec in unit_specs:
-            self._add_unit(spec)
         self._home = links.home(is_host=self.options.policy.optimizer is Rung.HOST)
-        actions = training_schedule(uses, options.prefetch).values()
-        groups = update_groups([unit.name for unit in self.units], actions, at_once=self._home.runs_behind)
+        codecs = self.options.codecs(iteration=0)
+        for spec in unit_specs:
+            self._add_unit(spec, *codecs)
+        schedule = training_schedule(uses, options.prefetch)
+        groups = update_groups([unit.name for unit in self.units], schedule.values(), at_once=self._home.runs_behind)
         self.optimizer = ShardedAdamW(self.units, self.gradients, groups, options.adam, self._home.link)
         self._progress = GradientProgress()
         parts = (self.units, self.gradients, self.options, links)
-        self._pass = TrainingPass(module, uses, *parts, self._progress, before_climb=self.optimizer.later.reach)
+        self._pass = TrainingPass(module, uses, schedule, *parts, self._progress, before_climb=self.optimizer.later.reach)
         self._step = OptimizerStep(*parts, self.optimizer, self._home, self._pass, loss_scaler or ConstantLossScaler())
         self._on_close = on_close
         self._is_closed = False
 
-    def _add_unit(self, spec: UnitSpec) -> None:
+    def _add_unit(self, spec: UnitSpec, weight_codecs: LinkCodecs, gradient_codecs: LinkCodecs) -> None:
         links, policy, dtype = self.links, self.options.policy, self.options.dtype
         layout = FlatLayout(spec.params, links.topology.data_ranks, self.options.block_numel)
-        weight_codecs, gradient_codecs = self.options.codecs(iteration=0)
-        unit = WeightUnit(spec, layout, policy, links, weight_codecs, dtype)
+        unit = WeightUnit(spec, layout, policy, links, self._home, weight_codecs, dtype)
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
@@ -199,7 +200,7 @@ class ZeroEngine:
             unit.finish_climbs()
 
     def start_iteration(self, iteration: int) -> None:
-        """Sets the number of steps done, and ends full precision when it is due. A resumed run calls it before its first step."""
+        """Sets the number of steps done; full precision begins or ends with it. A resumed run calls it before its first step."""
         self._step.start_iteration(iteration)
 
     def state_bytes(self) -> StateBytes:
@@ -207,9 +208,7 @@ class ZeroEngine:
         at_home = [tensor for unit in self.units for tensor in unit.tensors_at_home()] + self.optimizer.live_tensors()
         others = [tensor for unit in self.units for tensor in unit.live_tensors()] + [gradient.total for gradient in self.gradients]
         others += [parameter.grad for unit in self.units for parameter in unit.parameters if parameter.grad is not None]
-        if self._home.is_host:
-            return StateBytes(_bytes(others), _bytes(at_home))
-        return StateBytes(_bytes(others + at_home), 0)
+        return StateBytes(_bytes(others), _bytes(at_home)) if self._home.is_host else StateBytes(_bytes(others + at_home), 0)
 
     def gather_world(self, own: Tensor) -> Tensor:
         """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it."""

@@ -34,10 +34,10 @@ from megatron_zpp.zero.schedule import (
     Moment,
     Pass,
     Phase,
+    Schedule,
     descent_order,
     evaluation_schedule,
     first_uses,
-    training_schedule,
 )
 from megatron_zpp.zero.unit import WeightUnit
 
@@ -52,6 +52,7 @@ class TrainingPass:
         self,
         module: nn.Module,
         uses: Sequence[Use],
+        training: Schedule,
         units: Sequence[WeightUnit],
         gradients: Sequence[UnitGradient],
         options: EngineOptions,
@@ -59,7 +60,10 @@ class TrainingPass:
         progress: GradientProgress,
         before_climb: Callable[[str], None],
     ) -> None:
-        """gradients: of the units, in the same order. before_climb: called with the name of a unit that is about to climb."""
+        """training: what is due in a step. gradients: of the units, in the same order.
+
+        before_climb: called with the name of a unit that is about to climb.
+        """
         self._module = module
         self._uses = tuple(uses)
         self._unit_names = tuple(" + ".join(use.units) for use in uses)
@@ -71,7 +75,6 @@ class TrainingPass:
         self._observer = options.observer
         self._progress = progress
         self._before_climb = before_climb
-        training = training_schedule(uses, options.prefetch)
         self._passes = {True: Pass(training), False: Pass(evaluation_schedule(uses, options.prefetch))}
         first = Moment(Phase.PRE_FORWARD, 0)
         self._first_climbs = [(first, replace(training[first], wait=()))]

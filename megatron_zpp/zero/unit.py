@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.codecs import LinkCodecs
+from megatron_zpp.comm.host_link import Home
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Climb, Links
@@ -41,6 +42,7 @@ class WeightUnit:
         layout: FlatLayout,
         policy: Policy,
         links: Links,
+        home: Home,
         codecs: LinkCodecs,
         dtype: torch.dtype,
     ) -> None:
@@ -50,7 +52,7 @@ class WeightUnit:
         self._policy = policy
         self._links = links
         self._codecs = codecs
-        self._home = links.home(is_host=policy.optimizer is Rung.HOST)
+        self._home = home
         self._residency: Residency[Hop] = Residency(policy, links.topology)
         self._full = torch.empty(layout.numel, dtype=dtype, device=device)
         self._full_bytes = self._full.untyped_storage().nbytes()
