@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     results = _results(rounds, memory, share.nbytes)
     setting = {"threads": options.threads}
     figures = {"state_bytes": share.nbytes, "results": results, "rounds": [vars(one) for one in rounds]}
-    report("checkpoint.py", arguments, setting, _table(results, share.nbytes), figures, options.output)
+    report("checkpoint.py", arguments, setting, table(results, share.nbytes), figures, options.output)
     return 0
 
 
@@ -288,7 +288,7 @@ def _results(rounds: Sequence[Round], memory: Memory, nbytes: int) -> dict[str, 
     }
 
 
-def _table(results: dict[str, float], nbytes: int) -> str:
+def table(results: dict[str, float], nbytes: int) -> str:
     rows = [
         ("plain write", f"{results['plain_write_gb_per_second']:.2f} GB/s", "", ""),
         ("save", f"{results['save_gb_per_second']:.2f} GB/s", f"{results['save_share_of_plain_write']:.0%} of plain write", "save"),

@@ -49,7 +49,7 @@ def main() -> int:
     found["gpu", "AdamW on the host"] = _adam()
     if torch.cuda.is_available():
         found |= {("gpu", name): seconds for name, seconds in (of_gpu(_gpu_rows()) | {"host link": _host_link()}).items()}
-    print(f"{machine_text(origin('constants.py', []))}\n\n{_table(found)}")
+    print(f"{machine_text(origin('constants.py', []))}\n\n{table(found)}")
     return 0
 
 
@@ -134,7 +134,7 @@ def _host_link() -> float:
     return max(map(speed._seconds, copies)) / COPIED_BYTES
 
 
-def _table(found: Mapping[tuple[str, str], float]) -> str:
+def table(found: Mapping[tuple[str, str], float]) -> str:
     lines = ["| device | constant | of a | assumed, ns | measured here, ns | from |", "|---|---|---|---:|---:|---|"]
     for constant in CONSTANTS:
         here = found.get((constant.device, constant.name))

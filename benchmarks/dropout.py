@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
         return 1
     results = [_measure(block, shape, dtype, options.rounds) for block, shape in SHAPES.items() for dtype in DTYPES]
     setting = {"threads": options.threads}
-    report("dropout.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("dropout.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 
@@ -109,7 +109,7 @@ def _kept_bytes(call: Call, values: Tensor) -> int:
     return sum(tensor.nbytes for tensor in kept)
 
 
-def _table(results: list[Result]) -> str:
+def table(results: list[Result]) -> str:
     lines = [
         "| block | dtype | MB | ours ms | torch ms | share of torch | memcpy ms | kept B per element | torch keeps |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",

@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     results = [result for case in _cases(options) for result in _measure(*case, options)]
     setting = {"threads": 1, "tokens": options.tokens, "hidden size": options.hidden_size}
-    report("head_loss.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("head_loss.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 
@@ -196,7 +196,7 @@ def _seconds(way: Way, inputs: Inputs) -> float:
     return time.process_time() - start
 
 
-def _table(results: list[Result]) -> str:
+def table(results: list[Result]) -> str:
     lines = [
         "| | vocabulary | | tokens of a chunk | CPU s | of whole logits | peak, MiB | planned, MiB |",
         "|---|---:|---|---:|---:|---:|---:|---:|",

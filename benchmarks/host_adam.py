@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     results = measure(session.engine, options.rounds)
     session.close()
     setting = {"threads": options.threads, "units": len(session.engine.units)}
-    report("host_adam.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("host_adam.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 
@@ -114,7 +114,7 @@ def _seconds(update: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _table(results: list[Result]) -> str:
+def table(results: list[Result]) -> str:
     lines = ["| way | elements | ms | million elements per second | share of torch |", "| --- | ---: | ---: | ---: | ---: |"]
     for result in results:
         speed = result.elements / result.seconds / 1e6

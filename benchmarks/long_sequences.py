@@ -68,7 +68,7 @@ def main() -> None:
     options = _parser().parse_args()
     measured = [run(tokens, ranks) for tokens in options.tokens for ranks in options.ranks]
     limited = limited_runs(options.limited_tokens, options.limited_ranks, options.limit_mib * MIB)
-    text = "\n".join([*_table(measured), "", about(limited)])
+    text = "\n".join([*table(measured), "", about(limited)])
     report(
         "long_sequences.py",
         sys.argv[1:],
@@ -102,7 +102,7 @@ def limited_runs(tokens: int, ranks: int, limit_bytes: int) -> Limited:
         return Limited(limit_bytes, together, None, str(error))
 
 
-def _table(measured: Sequence[Measured]) -> list[str]:
+def table(measured: Sequence[Measured]) -> list[str]:
     one = {run.tokens: run.peak_bytes for run in measured if run.ranks == 1}
     rows = ["| tokens | ranks | MiB per rank | of one rank | planned MiB |", "| ---: | ---: | ---: | ---: | ---: |"]
     for found in measured:

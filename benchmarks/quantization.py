@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
         return 1
     results = [result for megabytes in options.megabytes for result in _measure_size(megabytes, options)]
     setting = {"threads": options.threads}
-    report("quantization.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("quantization.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 
@@ -197,7 +197,7 @@ def _side_by_side(kernel: Call, memcpy: Call, rounds: int, clock: Clock) -> tupl
     return kernel_seconds, memcpy_seconds, share
 
 
-def _table(results: list[Result]) -> str:
+def table(results: list[Result]) -> str:
     lines = [
         "| MB of bf16 | codes | op | ns per value | GB/s | memcpy GB/s | share of memcpy | x reference |",
         "|---:|---|---|---:|---:|---:|---:|---:|",

@@ -57,6 +57,12 @@ def machine_text(results: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, [*facts, results.get("date")]))
 
 
+def in_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """A Markdown table. words: columns before those of numbers, which are aligned on the right."""
+    rule = ["---"] * words + ["---:"] * (len(header) - words)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
+
+
 def report(
     program: str, arguments: Sequence[str], setting: Mapping[str, object], table: str, figures: Mapping[str, object], output: Path | None
 ) -> None:

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args(arguments)
     results = measure(options.rounds)
-    report("sockets.py", arguments, {"ranks": RANKS}, _table(results), {"results": [asdict(one) for one in results]}, options.output)
+    report("sockets.py", arguments, {"ranks": RANKS}, table(results), {"results": [asdict(one) for one in results]}, options.output)
     return 0
 
 
@@ -115,7 +115,7 @@ def _time(backend: TorchBackend, collective: str, nbytes: int) -> tuple[float, f
     return (time.process_time() - processor) / CALLS, (time.perf_counter() - clock) / CALLS
 
 
-def _table(results: list[Result]) -> str:
+def table(results: list[Result]) -> str:
     lines = ["| collective | bytes received | us | us of the processor | ns of the processor per byte |", "|---|---:|---:|---:|---:|"]
     for one in results:
         micros = f"{1e6 * one.seconds:.0f} | {1e6 * one.processor_seconds:.0f}"

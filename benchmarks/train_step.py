@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
     }
     if any(result.name in DEEPSPEEDS for result in results):
         setting["deepspeed"] = machine["deepspeed"]
-    report("train_step.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("train_step.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 
@@ -135,7 +135,7 @@ def compared(workload: Workload, tensor_sizes: Sequence[int], peers: Sequence[st
     return found
 
 
-def _table(results: list[Result]) -> str:
+def table(results: list[Result]) -> str:
     peer = results[0]
     lines = [
         f"| | step, ms (least to most) | of the step of {peer.name} | peak memory, MiB | of that of {peer.name} | loss at the end |",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from report import commands_of, machine_text
+from report import commands_of, in_table, machine_text
 
 from slow_links.analysis import Rated, Row
 from slow_links.configurations import DEEPSPEEDS, SETS, ZERO3, Workload
@@ -76,7 +76,7 @@ def _table_of(rated: Rated) -> str:
     f = "" if rated.f is None else f": f = {rated.f:.2f} of ZeRO-3's step is the links'"
     header = ["", *COLUMNS]
     rows = [[row.name, *(cell(row) for cell in COLUMNS.values())] for row in rated.rows.values()]
-    lines = [f"### {rated.rate}{f}", "", *_table(header, rows)]
+    lines = [f"### {rated.rate}{f}", "", in_table(header, rows)]
     if rated.rate.is_limited:
         parts = [f"{name} over FSDP2, by part: {_parts(rated, name)}." for name in SETS if name in rated.rows]
         others = [f"{name} {rated.ring_seconds[name] * 1e3:.0f} ms" for name in DEEPSPEEDS if name in rated.rows]
@@ -101,7 +101,7 @@ def _predictions(ratings: Sequence[Rated], prediction: Prediction, known: Known)
         rows.append(cells)
     slowest = f" and at {known.slowest}" if known.slowest.is_limited else ""
     text = f"### Predicted by plans of tools/plan_run.py from ZeRO-3's step without limit{slowest}, beside the measured step, ms"
-    return "\n".join([text, "", *_table(["", *names], rows), "", _errors(ratings, prediction, names, known)])
+    return "\n".join([text, "", in_table(["", *names], rows), "", _errors(ratings, prediction, names, known)])
 
 
 def _errors(ratings: Sequence[Rated], prediction: Prediction, names: Sequence[str], known: Known) -> str:
@@ -128,7 +128,7 @@ def _hidden(ratings: Sequence[Rated]) -> str:
                 lanes = [f"{waits.get(lane, 0.0) * 1e3:.0f}" for lane in LANES]
                 rows.append([f"{rated.rate} {row.name}", f"{row.hidden.get('collectives', 0):.0f}", f"{codec * 1e3:.0f}", *lanes])
     header = ["", "collectives", "encode, decode, copy", *(f"wait {lane}" for lane in LANES)]
-    return "\n".join(["### Inside a step of rank 0, ms", "", *_table(header, rows)])
+    return "\n".join(["### Inside a step of rank 0, ms", "", in_table(header, rows)])
 
 
 def _product(factors: Iterable[float]) -> float:
@@ -136,8 +136,3 @@ def _product(factors: Iterable[float]) -> float:
     for factor in factors:
         product *= factor
     return product
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in [header, rule, *rows]]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
-from pathlib import Path
 
 from drawing.canvas import Canvas, Theme
 
@@ -16,20 +14,27 @@ from megatron_zpp.training.memory_need import MemoryNeed
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, COPY, GRADIENTS, KEPT_INPUTS, OPTIMIZER, WEIGHTS
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given
 
-PAGE = Path(__file__).resolve().parents[1] / "memory.md"
 MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048
     --max-position-embeddings 2048 --swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
     --disable-bias-linear --vocab-size 32000 --ranks-per-node 8 --bf16 --hidden-dropout 0 --attention-dropout 0 --global-batch-size 64
     --mock-data --train-iters 1"""
-RANKS, VOCABULARY, GPU_BYTES, GIB = 8, 32000, 24 * GIGABYTE, 2**30
+RANKS, VOCABULARY, LIMIT, GIB = 8, 32000, 24 * GIGABYTE, 2**30
+SWITCHES = (
+    "--zero-stage 2",
+    "--zero-stage 3",
+    "--zero-stage 3 --checkpoint-activations",
+    "--zero-stage 2 --checkpoint-activations --optimizer-cpu-offload",
+    "--zero-stage 3 --optimizer-cpu-offload",
+    "--zero-stage 3 --checkpoint-activations --optimizer-cpu-offload",
+    "--zeropp paper --checkpoint-activations --optimizer-cpu-offload",
+)
 LEFT, TOP, ROW, HIGH, PIXELS_PER_GIB = 20, 76, 50, 22, 15
 
 
 @cache
 def plans() -> dict[str, MemoryNeed]:
     """The need of a rank, by the flags of each row of bytes in the page's example."""
-    rows = re.findall(r"^\| `(--[^`]+)` \| [\d.]+ .iB \|", PAGE.read_text(encoding="utf-8").split("## An example")[1], re.MULTILINE)
-    return {flags: plan_of(flags).memory for flags in rows}
+    return {flags: plan_of(flags).memory for flags in SWITCHES}
 
 
 def plan_of(flags: str) -> RunPlan:
@@ -45,7 +50,7 @@ def draw(theme: Theme) -> Canvas:
     )
     canvas.text(14, 24, "Memory of one of 8 GPUs for 7 billion parameters, as planned", size=15, bold=True)
     canvas.legend(LEFT, 40, dict(zip(_parts(next(iter(needs.values()))), _colours(theme), strict=True)))
-    limit = LEFT + GPU_BYTES / GIB * PIXELS_PER_GIB
+    limit = LEFT + LIMIT / GIB * PIXELS_PER_GIB
     canvas.line([(limit, TOP - 10), (limit, TOP + len(needs) * ROW - 4)], stroke=theme.inter, width=1.5, dashes="5 4")
     canvas.text(limit + 6, TOP - 2, "24 GB", size=12, fill=theme.inter)
     for index, (flags, need) in enumerate(needs.items()):
@@ -63,7 +68,7 @@ def _row(canvas: Canvas, y: float, flags: str, need: MemoryNeed) -> None:
             canvas.rect(x, y + 18, max(0.5, width - 1), HIGH, fill=colour)
         x += width
     on_host = f" + {need.host / GIB:.1f} on the host" if need.host else ""
-    canvas.text(LEFT + 42 * PIXELS_PER_GIB, y + 34, f"{need.total / GIB:.1f} GiB{on_host}", size=12.5, bold=need.total <= GPU_BYTES)
+    canvas.text(LEFT + 42 * PIXELS_PER_GIB, y + 34, f"{need.total / GIB:.1f} GiB{on_host}", size=12.5, bold=need.total <= LIMIT)
 
 
 def _parts(need: MemoryNeed) -> dict[str, int]:

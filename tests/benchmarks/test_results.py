@@ -64,6 +64,11 @@ def test_results_that_two_commands_made_have_both() -> None:
     assert origin_with(once, {"command": "b", "date": "2"}) == {"command": ["a", "b"], "date": "2"}
 
 
+def test_no_kernel_spills_registers() -> None:
+    rows = [line.split(" | ") for line in (FOLDER / "cuda_kernels.md").read_text(encoding="utf-8").splitlines() if line.startswith("| sm_")]
+    assert rows and {spilled for *_, spilled, _ in rows} == {"0"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("two_nodes_*.md")), ids=lambda path: path.name)
 def test_the_tables_over_slow_links_are_those_of_their_measurement(path: Path) -> None:

@@ -47,6 +47,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "bash scripts/docs.sh": f"{SCRIPTS}::test_the_site_is_built_anew_and_a_warning_is_an_error",
     "bash scripts/docs.sh --serve": f"{SCRIPTS}::test_the_site_is_served_on_this_machine_only",
     "bash scripts/docs.sh [--no-venv] [--serve]": f"{SCRIPTS}::test_the_site_is_served_on_this_machine_only",
+    "python docs/page_tables.py": "tests/docs/test_page_tables.py::test_the_tables_of_a_page_are_those_of_results_and_plans",
     "python docs/api_pages.py": "tests/docs/test_api_pages.py::test_the_stored_pages_are_what_the_docstrings_make",
     "source .venv/bin/activate": "It changes the reader's shell; the scripts that make .venv use it themselves.",
     "source scripts/models/llama3.1_8b.sh": SHAPES,
