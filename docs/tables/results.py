@@ -35,6 +35,10 @@ from slow_links.analysis import Rated, analyse
 from slow_links.configurations import ALL, DEEPSPEEDS, FSDP2, LEAN, SETS, ZERO3, Workload
 from slow_links.record import Record
 
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
+from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.ops.gaussian_reference import LEVELS, THRESHOLDS
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -201,12 +205,14 @@ def losses(study: str) -> str:
     return loss_table(list(gaps(study).values()))
 
 
-def spread_of_seeds() -> str:
+def models_of_the_study() -> str:
     lines = []
     for study, words in (("loss_parity", "narrow"), ("loss_parity_wide", "wider")):
+        config = resolve(parse_flags(f"{stored(study)['flags']} --zero-stage 3".split()), 4, 2)
+        vocabulary = padded_vocab_size(config.data.vocab_size or 1, config.model.make_vocab_size_divisible_by)
         found = [percent for gap in gaps(study).values() for percent in gap.percents]
-        lines.append([words, f"{min(found):+.1f}", f"{max(found):+.1f}"])
-    return in_table(["gaps of single seeds, %", "least", "most"], lines)
+        lines.append([words, f"{parameter_count(config.model, vocabulary) / 1e6:.2f}", f"{min(found):+.1f}", f"{max(found):+.1f}"])
+    return in_table(["model", "million parameters", "least gap of a seed, %", "largest"], lines)
 
 
 HALF = ", half the rate"
@@ -307,7 +313,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "beside_deepspeed": beside_deepspeed,
     "loss": partial(losses, "loss_parity"),
     "loss_wide": partial(losses, "loss_parity_wide"),
-    "loss_seeds": spread_of_seeds,
+    "loss_models": models_of_the_study,
     "loss_pairs": seed_by_seed,
     "levels": levels,
     "code_errors": errors_of_codes,
