@@ -63,7 +63,9 @@ def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_
             if backend.rank == on_rank:
                 flat[place] = bad
             primary = torch.zeros(slice_shape.numel)
-            links.lanes.wait(links.descend("unit", codecs, Regions.of(flat, slice_shape), Regions.of(primary, slice_shape), accumulate=True)[-1])
+            links.lanes.wait(
+                links.descend("unit", codecs, Regions.of(flat, slice_shape), Regions.of(primary, slice_shape), accumulate=True)[-1]
+            )
             arrived.append(not primary.isfinite().all())
         return links.own_slice, arrived
 
