@@ -93,11 +93,11 @@ def test_shared_elements_have_the_places_of_others(unit: list[Division], slices:
 
 
 @given(layouts)
-def test_the_slices_of_all_ranks_tile_the_flat_unit_and_have_equal_runs(layout: FlatLayout) -> None:
+def test_the_slices_of_all_ranks_tile_the_flat_unit_and_have_equal_parts_of_each_region(layout: FlatLayout) -> None:
     covered = np.zeros(layout.numel, dtype=int)
     lengths = set()
     for index in range(layout.slices):
-        (blocks, blocks_at), (exact, exact_at) = layout.runs_of(index, 1)
+        (blocks, blocks_at), (exact, exact_at) = layout.ranges_of(index, 1)
         covered[blocks.start : blocks.stop] += 1
         covered[exact.start : exact.stop] += 1
         lengths.add((blocks.stop - blocks.start, exact.stop - exact.start))
