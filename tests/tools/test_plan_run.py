@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,12 @@ def plan(tmp_path: Path, *options: str, flags: list[str] = RUN) -> dict[str, obj
 def run_here(*words: str) -> None:
     """Prints the plan in this process."""
     plan_run.run(*plan_run._split(plan_run._parser(), words))
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that one test has planned are known to the next one."""
+    monkeypatch.setattr(plan_run, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
 
 
 @pytest.fixture
