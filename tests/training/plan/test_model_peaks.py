@@ -21,7 +21,7 @@ pytestmark = pytest.mark.virtual
 
 # Few channels and many tokens, so that weights and their gradients, which are not activations, are small beside them.
 SHAPE: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 128, "kv_channels": 8, "num_attention_heads": 4}
-SHAPE |= {"seq_length": 512, "max_position_embeddings": 512, "loss_chunk_tokens": 0}
+SHAPE |= {"seq_length": 256, "max_position_embeddings": 256, "loss_chunk_tokens": 0}
 SAMPLES, VOCAB = 2, 16
 WITHIN = 0.01  # numbers that a rank has beside its tensors
 MODELS: dict[str, dict[str, Any]] = {
