@@ -56,7 +56,7 @@ def kernels() -> None:
 
 def job_of(name: str) -> Job:
     """Blocks are alike, as those of a GPT are, and wide enough that a block of 256 values is small beside a slice."""
-    shape = ModelShape(inner=(400,) * 4, hidden=48)
+    shape = ModelShape(inner=(400,) * 3, hidden=48)
     return Job(POLICIES_BY_NAME[name], torch.bfloat16, shape, microbatches=2, block_numel=256)
 
 
@@ -77,7 +77,7 @@ def test_planned_states_are_those_of_the_engine_to_the_byte_and_the_planned_peak
 def test_the_planned_peak_holds_the_units_that_are_gathered_ahead_and_those_of_recomputed_chunks(
     prefetch: Prefetch, is_tied: bool, chunk: int
 ) -> None:
-    shape = ModelShape(inner=(400,) * 4, hidden=48, is_tied=is_tied, is_recomputed=chunk > 0, chunk=max(1, chunk))
+    shape = ModelShape(inner=(400,) * 3, hidden=48, is_tied=is_tied, is_recomputed=chunk > 0, chunk=max(1, chunk))
     job, grid = Job(POLICIES[3], shape=shape, prefetch=prefetch), Grid.of_nodes(2, 2)
     check_peak(peak_of(planned_step(job, grid).engine).by_kind, held_by_small_ranks(job, grid))
 
