@@ -1,4 +1,4 @@
-"""The ladder: one unit of four slices on 2 nodes of 2 ranks, whose payloads climb and descend between three rungs."""
+"""Three rungs: one unit of four slices on 2 nodes of 2 ranks, whose payloads climb and descend between three rungs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAID = {
 def draw(theme: Theme) -> Canvas:
     right = _x(3, 4) + 16
     canvas = Canvas(
-        right + 176, 404, theme, "The ladder: weights climb from primary to secondary to full, gradients descend the same way", _style()
+        right + 176, 404, theme, "Three rungs: weights climb from primary to secondary to full, gradients descend the same way", _style()
     )
     _nodes(canvas)
     for rung, name in enumerate(RUNGS):

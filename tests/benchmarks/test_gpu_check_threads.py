@@ -1,4 +1,4 @@
-"""The part `ladder` of benchmarks/gpu_check.py on streams of the model machine, whose ranks share one GPU there."""
+"""The part `threads` of benchmarks/gpu_check.py on streams of the model machine, whose ranks share one GPU there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import delays, ladder
+from gpu import delays, threads
 from gpu.deadline import Deadline
 from gpu.delays import DelayedLanes, Delays, delay_computation
-from gpu.ladder import ALL_OF_ZEROPP, DEAF, RUNS, SEQUENCE, TENSOR, WITHOUT_HPZ, ZERO_3, Bits, Run
 from gpu.outcome import Outcome
 from gpu.session import RankPlace
+from gpu.threads import ALL_OF_ZEROPP, DEAF, RUNS, SEQUENCE, TENSOR, WITHOUT_HPZ, ZERO_3, Bits, Run
 from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.machine import Machine, Site
 from harness.fake_streams.one_gpu import run_on_one_fake_gpu
@@ -45,7 +45,7 @@ SHORT = (
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "SHAPE", TINY)
+    monkeypatch.setattr(threads, "SHAPE", TINY)
 
 
 class FakeGpu:
@@ -84,11 +84,11 @@ def short(run: Run) -> Run:
 
 def compared(gpu: FakeGpu, runs: tuple[Run, ...], seconds: float = 1e6) -> Outcome:
     outcome = Outcome()
-    ladder.compare_runs(Deadline(seconds, lambda: 0.0), outcome, [short(run) for run in runs], CPU, gpu.run_ranks, gpu.sleep)
+    threads.compare_runs(Deadline(seconds, lambda: 0.0), outcome, [short(run) for run in runs], CPU, gpu.run_ranks, gpu.sleep)
     return outcome
 
 
-def test_the_ladder_part_finds_equal_bits_and_no_race_on_fake_streams() -> None:
+def test_the_threads_part_finds_equal_bits_and_no_race_on_fake_streams() -> None:
     gpu = FakeGpu()
     outcome = compared(gpu, SHORT)
     assert outcome.failures == []
@@ -121,7 +121,7 @@ def test_each_wait_between_ranks_is_missed_when_it_has_no_effect() -> None:
     assert len(between_ranks) >= 3
     for site in between_ranks:
         with pytest.raises(RaceError):
-            run_on_one_fake_gpu(Grid.of_nodes(2, 2), lambda place, machine: ladder.train(short(ZERO_3), None, place), without=site)
+            run_on_one_fake_gpu(Grid.of_nodes(2, 2), lambda place, machine: threads.train(short(ZERO_3), None, place), without=site)
 
 
 @pytest.mark.long
@@ -140,20 +140,20 @@ def test_runs_of_2_tensor_ranks_have_equal_bits_and_no_race_on_fake_streams() ->
 
 @pytest.mark.parametrize("run", [pytest.param(TENSOR, marks=pytest.mark.long), SEQUENCE], ids=lambda run: run.name)
 def test_each_wait_for_the_tensor_link_in_a_run_is_missed_when_it_has_no_effect(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "STEPS", 1)
+    monkeypatch.setattr(threads, "STEPS", 1)
     gpu = FakeGpu()
-    gpu.run_ranks(ladder.grid_of(run), CPU, partial(ladder.train, short(run), None))
+    gpu.run_ranks(threads.grid_of(run), CPU, partial(threads.train, short(run), None))
     sites = [site for site in gpu.needed if site.file in ("operation.py", "layers.py", "regions.py")]
     assert {"operation.py", "layers.py"} <= {site.file for site in sites}
     for site in sites:
         with pytest.raises(RaceError):
-            run_on_one_fake_gpu(ladder.grid_of(run), lambda place, machine: ladder.train(short(run), None, place), without=site)
+            run_on_one_fake_gpu(threads.grid_of(run), lambda place, machine: threads.train(short(run), None, place), without=site)
 
 
 def test_computation_that_does_not_wait_for_lanes_is_a_race() -> None:
     gpu = FakeGpu()
     with pytest.raises(RaceError):
-        gpu.run_ranks(Grid.of_nodes(2, 2), CPU, partial(ladder.train, DEAF, gpu.sleep))
+        gpu.run_ranks(Grid.of_nodes(2, 2), CPU, partial(threads.train, DEAF, gpu.sleep))
 
 
 def outcome_of(of_ranks: Callable[[Run], list[Bits]], made: tuple[Run, ...] = SHORT[:2]) -> Outcome:
@@ -163,7 +163,7 @@ def outcome_of(of_ranks: Callable[[Run], list[Bits]], made: tuple[Run, ...] = SH
     def run_ranks(grid: Grid, device: torch.device, program: Any) -> list[Bits]:
         return of_ranks(next(runs))
 
-    ladder.compare_runs(Deadline(1e6, lambda: 0.0), outcome, made, CPU, run_ranks, None)
+    threads.compare_runs(Deadline(1e6, lambda: 0.0), outcome, made, CPU, run_ranks, None)
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""Trains a small GPT with each configuration of the ladder on 2 nodes x 2 ranks, which are threads that share one device.
+"""Trains a small GPT with each configuration of its table on 2 nodes x 2 ranks, which are threads that share one device.
 
 Losses, gradient norms and weights must be equal bit for bit between configurations that only differ in where state rests, and between runs
 with and without random delays on every stream. The streams of a rank are its own, and events order what crosses.
