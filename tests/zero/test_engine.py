@@ -178,7 +178,7 @@ def test_an_evaluation_sees_the_weights_of_the_latest_step(row: str) -> None:
     run_world((2, 2), program)
 
 
-@pytest.mark.parametrize("row", list(ROWS))
+@pytest.mark.parametrize("row", ["stage 0", "stage 2", "stage 3", "secondary row"])
 def test_a_forward_that_is_thrown_away_changes_no_bit(row: str) -> None:
     job = Job(ROWS[row], steps=2, microbatches=2)
 

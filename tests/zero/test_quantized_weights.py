@@ -135,10 +135,10 @@ def _check_reads(world: tuple[int, int] | Grid, job: Job) -> None:
 # ---- what they depend on
 
 
-@pytest.mark.parametrize("row", ["stage 1", "stage 3", "stage 3, hpZ"])
+@pytest.mark.parametrize("row", ["stage 1", "stage 3, hpZ"])
 def test_bits_do_not_depend_on_how_far_ahead_units_climb(row: str) -> None:
     job = Job(ROWS[row], torch.bfloat16, UNEQUAL, steps=2, microbatches=2)
-    first, *others = (train_world((2, 2), dataclasses.replace(job, prefetch=Prefetch(*uses))) for uses in ((2, 1), (0, 0), (4, 4)))
+    first, *others = (train_world((2, 2), dataclasses.replace(job, prefetch=Prefetch(*uses))) for uses in ((2, 1), (0, 0), (1, 4)))
     assert all(history == first for history in others)
 
 
