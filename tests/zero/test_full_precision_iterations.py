@@ -152,12 +152,8 @@ def _closed(rank: Rank) -> History:
     return history
 
 
-# Each row with one of them.
-@pytest.mark.parametrize(
-    "row, skipped",
-    zip(ROWS, [(), (EXACT_STEPS - 1, EXACT_STEPS), (EXACT_STEPS - 1,), (EXACT_STEPS - 1, EXACT_STEPS)], strict=True),
-    ids=str,
-)
+# Each row with one of them: no step is skipped, the last one in full precision, or that and the next.
+@pytest.mark.parametrize("row, skipped", zip(ROWS, [(), (1, 2), (1,), (1, 2)], strict=True), ids=str)
 def test_every_rank_reads_weights_in_the_new_codec_from_the_switch_on(row: str, skipped: tuple[int, ...]) -> None:
     whole = WholeWorld(4)
 

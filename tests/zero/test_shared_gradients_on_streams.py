@@ -22,7 +22,7 @@ pytestmark = pytest.mark.virtual
 GRID = Grid.of_nodes(1, 4, tensor_ranks=2)
 JOBS = {
     "stage 0": Job(POLICIES[0], shape=SHAPE, steps=2),
-    "stage 2": Job(POLICIES[2], shape=SHAPE, steps=2, microbatches=2),
+    "stage 2": Job(POLICIES[2], shape=SHAPE, steps=2),
     "ZeRO++": Job(ZEROPP, torch.bfloat16, SHAPE, steps=2, microbatches=2),
 }
 
