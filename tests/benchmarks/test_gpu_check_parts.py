@@ -23,7 +23,6 @@ from gpu import (
     entry_runs,
     features,
     kernel_kinds,
-    ladder,
     library,
     long_runs,
     lost_rank,
@@ -36,6 +35,7 @@ from gpu import (
     sharing,
     speed,
     thread_ranks,
+    threads,
     training,
 )
 from gpu.commands import Done
@@ -255,7 +255,7 @@ def test_every_feature_trains_on_the_cpu() -> None:
 @pytest.mark.virtual
 @pytest.mark.long
 def test_the_whole_ladder_has_equal_bits_on_the_cpu() -> None:
-    assert run(ladder).failures == []
+    assert run(threads).failures == []
 
 
 def test_the_part_speed_calls_every_kernel_and_knows_the_bytes_that_each_call_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,9 +534,9 @@ def test_threads_that_share_a_device_compute_the_bits_of_a_virtual_world(monkeyp
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", NoStreams)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    some = next(run for run in ladder.RUNS if run.name == "ZeRO-3 and hpZ")
+    some = next(run for run in threads.RUNS if run.name == "ZeRO-3 and hpZ")
     found = [
-        run_ranks(Grid.of_nodes(2, 2), CPU.device, lambda place: ladder.train(some, None, place))
+        run_ranks(Grid.of_nodes(2, 2), CPU.device, lambda place: threads.train(some, None, place))
         for run_ranks in (thread_ranks.run_on_one_gpu, thread_ranks.run_on_cpu)
     ]
     assert found[0] == found[1]
