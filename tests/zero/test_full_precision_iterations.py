@@ -153,7 +153,7 @@ def _closed(rank: Rank) -> History:
 
 
 # Each row with one of them: no step is skipped, the last one in full precision, or that and the next.
-@pytest.mark.parametrize("row, skipped", zip(ROWS, [(), (1, 2), (1,), (1, 2)], strict=True), ids=str)
+@pytest.mark.parametrize("row, skipped", list(zip(ROWS, [(), (1, 2), (1,), (1, 2)], strict=True)), ids=str)
 def test_every_rank_reads_weights_in_the_new_codec_from_the_switch_on(row: str, skipped: tuple[int, ...]) -> None:
     whole = WholeWorld(4)
 
