@@ -421,10 +421,10 @@ def test_the_part_bits_names_at_most_eight_differences_of_a_kernel_in_all_its_ch
     sentence = "decode_blocks, payloads [3, 96], to float32, bits 4, 2 blocks of 32, kind 0 of float32: row 0, element 3 in block 0 is 0x"
     assert outcome.failures[0].startswith(sentence) and f"FAILS: {outcome.failures[0]}" in outcome.lines
     assert [failure.partition(",")[0] for failure in outcome.failures] == ["decode_blocks"] * 8
-    assert "2 blocks of 32: 1134 results, with 360 differences" in outcome.lines
+    assert "2 blocks of 32: 534 results, with 120 differences" in outcome.lines
     assert "rows at odd places: 36 results, with 18 differences" in outcome.lines
     assert "holds: dropout: 240 results equal the reference's bit for bit" in outcome.lines
-    in_all_checks = 360 + 18 + 24 + 9  # the last: of a long run all parts but the first, with which it begins
+    in_all_checks = 120 + 18 + 24 + 9  # the last: of a long run all parts but the first, with which it begins
     assert outcome.lines[-1] == f"more results differ: {in_all_checks - 8} of decode_blocks"
 
 
@@ -463,7 +463,7 @@ def test_after_an_error_of_the_device_the_part_bits_ends_with_all_that_it_has_fo
     with pytest.raises(RuntimeError, match="illegal memory access"):
         bits.run(still(), outcome)
     assert len(outcome.failures) == 9 and outcome.failures[-1].startswith("dropout runs, and does not end with RuntimeError: CUDA error")
-    assert outcome.lines[-1] == "more results differ: 352 of decode_blocks"
+    assert outcome.lines[-1] == "more results differ: 112 of decode_blocks"
 
 
 @pytest.mark.long
