@@ -76,7 +76,7 @@ BLOCKS: dict[str, Callable[[], Tensor]] = {
 
 
 def crossed(values: Tensor, bits: int, rounds: int, key: int) -> Tensor:
-    """What arrives of `values` [slices, run]."""
+    """What arrives of `values` [slices, numel]."""
     payloads = torch.zeros(values.shape[0], gaussian_bytes(values.shape[1], bits), dtype=torch.uint8)
     encode_gaussian(values, payloads, bits=bits, rounds=rounds, key=key)
     arrived = torch.empty_like(values)

@@ -104,9 +104,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _measure_size(megabytes: int, options: argparse.Namespace) -> Iterator[Result]:
     clock = Clock(time.thread_time if options.threads == 1 else time.perf_counter)
-    run_numel = megabytes * 2**20 // VALUE_BYTES // SLICES // options.block_numel * options.block_numel
-    value_bytes = SLICES * run_numel * VALUE_BYTES
-    values = torch.randn(SLICES, run_numel, generator=torch.Generator().manual_seed(1)).bfloat16()
+    row_numel = megabytes * 2**20 // VALUE_BYTES // SLICES // options.block_numel * options.block_numel
+    value_bytes = SLICES * row_numel * VALUE_BYTES
+    values = torch.randn(SLICES, row_numel, generator=torch.Generator().manual_seed(1)).bfloat16()
     memcpy = _memcpy(values, torch.empty_like(values))
     for case in _gaussian_cases(values) if options.gaussian else _all_cases(values, options):
         kernel_seconds, memcpy_seconds, share = _side_by_side(case.kernel, memcpy, options.rounds, clock)
@@ -130,10 +130,10 @@ def _all_cases(values: Tensor, options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _gaussian_cases(values: Tensor) -> Iterator[Case]:
-    slices, run_numel = values.shape
+    slices, row_numel = values.shape
     for bits, rounds in product(payload.GAUSSIAN_BITS, payload.GAUSSIAN_ROUNDS):
         form = {"bits": bits, "rounds": rounds}
-        payloads = torch.zeros(2, slices, payload.gaussian_bytes(run_numel, bits), dtype=torch.uint8)
+        payloads = torch.zeros(2, slices, payload.gaussian_bytes(row_numel, bits), dtype=torch.uint8)
         for key, member in enumerate(payloads):
             gaussian.encode_gaussian(values, member, key=key, **form)
         encoded, mean = torch.zeros_like(payloads[0]), torch.zeros(values.shape)
@@ -149,9 +149,9 @@ def _gaussian_cases(values: Tensor) -> Iterator[Case]:
 
 
 def _cases(values: Tensor, bits: int, block_numel: int, has_options: bool) -> Iterator[Case]:
-    slices, run_numel = values.shape
+    slices, row_numel = values.shape
     form: dict[str, Any] = {"bits": bits, "block_numel": block_numel}
-    payloads = torch.zeros(MOST_MEMBERS, slices, payload.coded_bytes(run_numel, **form), dtype=torch.uint8)
+    payloads = torch.zeros(MOST_MEMBERS, slices, payload.coded_bytes(row_numel, **form), dtype=torch.uint8)
     for member in payloads:
         quantization.encode_blocks(values, member, **form)
     encoded, decoded, mean = torch.zeros_like(payloads[0]), torch.empty_like(values), torch.zeros(values.shape)
@@ -166,7 +166,7 @@ def _cases(values: Tensor, bits: int, block_numel: int, has_options: bool) -> It
         received = payloads[:members]
         yield case(f"decode, add mean of {members}", "decode_mean_blocks", received, mean, **form, accumulate=True)
         yield case(
-            f"decode, mean of {members}, encode", "recode_mean_blocks", received, encoded, run_numel=run_numel, next_bits=bits, **form
+            f"decode, mean of {members}, encode", "recode_mean_blocks", received, encoded, row_numel=row_numel, next_bits=bits, **form
         )
     if not has_options:
         return
@@ -177,7 +177,7 @@ def _cases(values: Tensor, bits: int, block_numel: int, has_options: bool) -> It
         yield case(f"rotate{name}, encode stochastically", "encode_blocks", source, encoded, **form, rotated=True, noise_key=1)
     yield case("encode fp32", "encode_blocks", wide, encoded, **form)
     yield case("decode, add rotated mean of 2", "decode_mean_blocks", received, mean, **form, accumulate=True, rotated=True)
-    stochastic = {"run_numel": run_numel, "next_bits": bits, "noise_key": 1}
+    stochastic = {"row_numel": row_numel, "next_bits": bits, "noise_key": 1}
     yield case("decode, mean of 2, encode stochastically", "recode_mean_blocks", received, encoded, **form, **stochastic)
 
 

@@ -39,11 +39,11 @@ from megatron_zpp.checkpoint.manifest import (
     marker_json,
     read_manifest,
 )
-from megatron_zpp.checkpoint.reshard import PieceIndex, chunk_runs
+from megatron_zpp.checkpoint.reshard import PieceIndex, chunk_ranges
 from megatron_zpp.checkpoint.shard_file import TensorEntry, lay_out
 from megatron_zpp.checkpoint.source import Source, byte_ranges
-from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS
-from megatron_zpp.parallel.division import Division, Run, Stripe
+from megatron_zpp.checkpoint.verified_file import CHUNKS_AT_ONCE
+from megatron_zpp.parallel.division import Division, HeldRange, Stripe
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.parallel.stripes import columns_of
 from megatron_zpp.zero.layout import FlatLayout
@@ -71,7 +71,7 @@ class Param:
         if self.division != "gate and value":
             return Division.evenly(self.shape, 0 if self.division == "rows" else 1, tensor_ranks, tensor_rank)
         length = self.shape[0] // (2 * tensor_ranks)
-        runs = tuple(Run(index * length, (index + 1) * length, (index % tensor_ranks,)) for index in range(2 * tensor_ranks))
+        runs = tuple(HeldRange(index * length, (index + 1) * length, (index % tensor_ranks,)) for index in range(2 * tensor_ranks))
         return Division(self.shape, 0, runs, tensor_rank)
 
 
@@ -179,7 +179,7 @@ def bytes_read(sources: Sequence[Source], files: dict[str, StoredFile]) -> int:
     total = 0
     for name, found in by_file.items():
         ranges = byte_ranges(sorted(found, key=lambda source: source.offset), CHUNK_BYTES)
-        total += sum(run.stop - run.start for run in chunk_runs(ranges, CHUNK_BYTES, files[name].nbytes, RUN_CHUNKS))
+        total += sum(run.stop - run.start for run in chunk_ranges(ranges, CHUNK_BYTES, files[name].nbytes, CHUNKS_AT_ONCE))
         total += -(-files[name].header_bytes // CHUNK_BYTES) * CHUNK_BYTES
     return total
 

@@ -8,17 +8,17 @@ namespace megatron_zpp {
 
 inline void declare_ops(torch::Library& m) {
   // Blocks.
-  // values     [slices, run]             fp32, bf16 or fp16; inner dim contiguous, any row stride; run is a multiple of block_numel
-  // mean       [slices, run]             fp32, as values
+  // values     [slices, numel]             fp32, bf16 or fp16; inner dim contiguous, any row stride; numel is a multiple of block_numel
+  // mean       [slices, numel]             fp32, as values
   // payloads   [slices, bytes]           uint8; bytes at least those of codes and scales; rows start at multiples of 16 bytes
   //            [members, slices, bytes]  if the op takes a mean over members
   // recoded    [slices, bytes]           as payloads
-  // noise_key  none: codes are the nearest; else rounding is stochastic, with noise from the key and the value's index in [slices, run]
+  // noise_key  none: codes are the nearest; else rounding is stochastic, with noise from the key and the value's index in [slices, numel]
   m.def("encode_blocks(Tensor values, Tensor(a!) payloads, int bits, int block_numel, bool rotated=False, int? noise_key=None) -> ()");
   m.def("decode_blocks(Tensor payloads, Tensor(a!) values, int bits, int block_numel) -> ()");
   m.def("decode_mean_blocks(Tensor payloads, Tensor(a!) mean, int bits, int block_numel, bool accumulate, bool rotated=False) -> ()");
   m.def(
-      "recode_mean_blocks(Tensor payloads, Tensor(a!) recoded, int run_numel, int bits, int next_bits, int block_numel, "
+      "recode_mean_blocks(Tensor payloads, Tensor(a!) recoded, int row_numel, int bits, int next_bits, int block_numel, "
       "int? noise_key=None) -> ()");
 
   // Gaussian codes. values, mean and payloads as above, with blocks of 256 values. bits: 1 to 4. rounds: of rotation, 1 or 2.
@@ -27,7 +27,7 @@ inline void declare_ops(torch::Library& m) {
   m.def("decode_gaussian(Tensor payloads, Tensor(a!) values, int bits, int rounds, int[] keys, bool accumulate) -> ()");
   m.def("decode_mean_gaussian(Tensor payloads, Tensor(a!) mean, int bits, int rounds, int[] keys, bool accumulate) -> ()");
 
-  // Takes members [members, slices, run] and mean [slices, run]: fp32, bf16 or fp16, inner dim contiguous, any strides. The mean is fp32,
+  // Takes members [members, slices, numel] and mean [slices, numel]: fp32, bf16 or fp16, inner dim contiguous, any strides. The mean is fp32,
   // or else has the dtype of the members and nothing is added to it.
   m.def("mean_values(Tensor members, Tensor(a!) mean, bool accumulate) -> ()");
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
 
 from megatron_zpp.comm.backend import Backend, VirtualWorld
-from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Runs
+from megatron_zpp.comm.code import EXACT, Code, LinkCodes, SliceShape
 from megatron_zpp.comm.codecs import CastCodec, Codec, Regions
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.ops.means import mean_values
@@ -37,8 +37,8 @@ class Float8Codec(Codec):
 
     rests_encoded = True
 
-    def payload_bytes(self, runs: Runs) -> int:
-        return SCALE_BYTES + CAST.payload_bytes(runs)
+    def payload_bytes(self, slice_shape: SliceShape) -> int:
+        return SCALE_BYTES + CAST.payload_bytes(slice_shape)
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
         blocks, exact = values.blocks.float(), values.exact.float()
@@ -48,16 +48,16 @@ class Float8Codec(Codec):
         CAST.encode_into(Regions(blocks / divisors, exact / divisors), payloads[:, SCALE_BYTES:])
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
-        for part, decoded in zip(values.parts(), self._decoded(payloads, values.runs), strict=True):
+        for part, decoded in zip(values.parts(), self._decoded(payloads, values.slice_shape), strict=True):
             part.copy_(decoded)
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
-        for part, decoded in zip(mean.parts(), self._decoded(payloads, mean.runs), strict=True):
+        for part, decoded in zip(mean.parts(), self._decoded(payloads, mean.slice_shape), strict=True):
             mean_values(decoded, part, accumulate=accumulate)
 
-    def _decoded(self, payloads: Tensor, runs: Runs) -> list[Tensor]:
+    def _decoded(self, payloads: Tensor, slice_shape: SliceShape) -> list[Tensor]:
         scales = payloads[..., :4].view(torch.float32)
-        return [part.float() * scales for part in CAST.regions_of(payloads[..., SCALE_BYTES:], runs).parts()]
+        return [part.float() * scales for part in CAST.regions_of(payloads[..., SCALE_BYTES:], slice_shape).parts()]
 
 
 FLOAT8 = Float8Codec()

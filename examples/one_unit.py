@@ -18,7 +18,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
 
 from megatron_zpp.comm.backend import Backend, VirtualWorld, Work
-from megatron_zpp.comm.code import EXACT, Code, Runs
+from megatron_zpp.comm.code import EXACT, Code, SliceShape
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.codecs import make_codec
 from megatron_zpp.comm.ledger import Category, Traffic
@@ -42,7 +42,7 @@ LEARNING_RATE = 0.1
 GRID = Grid.of_nodes(nodes=2, ranks_per_node=2)
 LADDER = GRID.ladder
 OWN, BLOCK = 3, 32  # weights of a slice, and the smallest block, which padding fills up
-RUNS = Runs(BLOCK, 0)
+SHAPE = SliceShape(BLOCK, 0)
 OPTIONS = EngineOptions(ZEROPP, dtype=torch.bfloat16, block_numel=BLOCK)
 
 
@@ -116,7 +116,7 @@ def train(backend: Backend) -> Step:
 
 def decoded_mean(payloads: Tensor, bits: int) -> Tensor:
     """The fp32 mean of payloads [members, bytes] of one slice."""
-    mean = Regions.of(torch.empty(BLOCK), RUNS)
+    mean = Regions.of(torch.empty(BLOCK), SHAPE)
     make_codec(Code(bits), OPTIONS.dtype, BLOCK).decode_mean_into(payloads.unsqueeze(1), mean, accumulate=False)
     return mean.blocks[0, :OWN]
 
@@ -217,7 +217,7 @@ def received(steps: Sequence[Step]) -> str:
     )
     rows = []
     for name, ledger, bits, slices in hops:
-        codes, uncoded = slices * BLOCK * bits // 8, slices * EXACT.payload_bytes(RUNS, element_bytes=2)
+        codes, uncoded = slices * BLOCK * bits // 8, slices * EXACT.payload_bytes(SHAPE, element_bytes=2)
         rows.append([name, ledger, codes, ledger - codes, uncoded, ledger / uncoded])
     alike = ranks_with_the_first([step.received for step in steps])
     return table(f"10  bytes received, the same on ranks {alike}", "hop ledger codes scales bf16 share", rows)

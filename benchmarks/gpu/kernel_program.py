@@ -28,15 +28,15 @@ FEW = ((32, 8192), (256, 8192), (8224, 8 * 8224))
 CALL_SECONDS = 10.0  # below which no further call is profiled
 
 
-def own_ops(run_numel: int, block_numel: int) -> Iterator[Op]:
+def own_ops(row_numel: int, block_numel: int) -> Iterator[Op]:
     """The calls of the library's own kernels."""
-    return (op for op in timed_ops(SLICES, run_numel, block_numel) if "by torch" not in op[1])
+    return (op for op in timed_ops(SLICES, row_numel, block_numel) if "by torch" not in op[1])
 
 
 def run_few() -> None:
     """All calls on few values: under compute-sanitizer a kernel is hundreds of times slower."""
-    for block_numel, run_numel in FEW:
-        for codes, op, make in own_ops(run_numel, block_numel):
+    for block_numel, row_numel in FEW:
+        for codes, op, make in own_ops(row_numel, block_numel):
             print(f"{codes}, {op}, blocks of {block_numel}", flush=True)
             make()[0]()
             torch.cuda.synchronize()

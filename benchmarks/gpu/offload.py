@@ -19,7 +19,7 @@ from gpu.differences import largest_difference
 from gpu.outcome import Outcome
 from gpu.place import Place, load_kernels
 from gpu.session import RankPlace, Session
-from megatron_zpp.comm.code import Runs
+from megatron_zpp.comm.code import SliceShape
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.host_link import HostLink
 from megatron_zpp.comm.streams import CudaStreams
@@ -153,7 +153,7 @@ def measure_link(outcome: Outcome, place: Place) -> None:
     link, lane = HostLink(streams), streams.make(is_urgent=True)
     values = torch.ones(COPIED_BYTES // 4, device=place.device)
     payload = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=place.device)
-    (arrival,) = link.arrivals([Regions.of(values, Runs(values.numel(), 0))])
+    (arrival,) = link.arrivals([Regions.of(values, SliceShape(values.numel(), 0))])
     link.reserve(COPIED_BYTES)
     matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=place.device, dtype=torch.bfloat16)
 

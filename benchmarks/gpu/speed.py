@@ -63,8 +63,8 @@ def run(time: Deadline, outcome: Outcome) -> None:
 
 def _measure_size(megabytes: int, time: Deadline, outcome: Outcome) -> Iterator[Result]:
     """The results of one size. An error of one op is a failure, and the other ops are still timed. Out of memory ends the size."""
-    run_numel = megabytes * 2**20 // 2 // SLICES // BLOCK_NUMEL * BLOCK_NUMEL
-    for codes, op, make in timed_ops.timed_ops(SLICES, run_numel, BLOCK_NUMEL):
+    row_numel = megabytes * 2**20 // 2 // SLICES // BLOCK_NUMEL * BLOCK_NUMEL
+    for codes, op, make in timed_ops.timed_ops(SLICES, row_numel, BLOCK_NUMEL):
         if not time.has(OP_SECONDS):
             return
         try:

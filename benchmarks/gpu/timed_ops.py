@@ -26,14 +26,14 @@ BOUND_BY_MEMORY = {
 }
 
 
-def timed_ops(slices: int, run_numel: int, block_numel: int, device: str = "cuda") -> Iterator[Op]:
-    """The calls on `slices` x `run_numel` values; together they call every kernel of ops/extension.py."""
-    yield from _exact(slices, run_numel, device)
-    yield from _loss(slices * run_numel, device)
+def timed_ops(slices: int, row_numel: int, block_numel: int, device: str = "cuda") -> Iterator[Op]:
+    """The calls on `slices` x `row_numel` values; together they call every kernel of ops/extension.py."""
+    yield from _exact(slices, row_numel, device)
+    yield from _loss(slices * row_numel, device)
     for bits in (8, 4):
-        yield from _in_blocks(slices, run_numel, block_numel, bits, device)
+        yield from _in_blocks(slices, row_numel, block_numel, bits, device)
     for bits, rounds in ((3, 1), (1, 2)):
-        yield from _gaussian(slices, run_numel, bits, rounds, device)
+        yield from _gaussian(slices, row_numel, bits, rounds, device)
 
 
 def normal(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,21 +46,21 @@ def _generator(device: str) -> torch.Generator:
     return torch.Generator(device).manual_seed(SEED)
 
 
-def _exact(slices: int, run_numel: int, device: str) -> Iterator[Op]:
+def _exact(slices: int, row_numel: int, device: str) -> Iterator[Op]:
     """Kernels of values that are not quantized."""
 
     def drop() -> tuple[Call, int]:
         from megatron_zpp.ops.dropout import dropout, mask_start
 
-        values = normal(slices * run_numel, device=device, dtype=torch.bfloat16)
+        values = normal(slices * row_numel, device=device, dtype=torch.bfloat16)
         return partial(dropout, values, mask_start(2**62, 3), 0.1), 2 * values.nbytes
 
     def mean(members: int, dtype: torch.dtype = torch.float32) -> tuple[Call, int]:
         """Added to the values that it is written over, in fp32."""
         from megatron_zpp.ops.means import mean_values
 
-        values = normal(members, slices, run_numel, device=device, dtype=torch.bfloat16)
-        means, is_added = torch.zeros(slices, run_numel, dtype=dtype, device=device), dtype == torch.float32
+        values = normal(members, slices, row_numel, device=device, dtype=torch.bfloat16)
+        means, is_added = torch.zeros(slices, row_numel, dtype=dtype, device=device), dtype == torch.float32
         return partial(mean_values, values, means, accumulate=is_added), values.nbytes + (2 if is_added else 1) * means.nbytes
 
     yield EXACT, "dropout", drop
@@ -107,37 +107,37 @@ def _loss(numel: int, device: str) -> Iterator[Op]:
     yield EXACT, "gradient of logits, by torch", gradient_by_torch
 
 
-def _in_blocks(slices: int, run_numel: int, block_numel: int, bits: int, device: str) -> Iterator[Op]:
+def _in_blocks(slices: int, row_numel: int, block_numel: int, bits: int, device: str) -> Iterator[Op]:
     """Kernels of integers that share a scale per block."""
     from megatron_zpp.ops import payload, quantization
 
     form: dict[str, Any] = {"bits": bits, "block_numel": block_numel}
-    row_bytes = payload.coded_bytes(run_numel, **form)
+    row_bytes = payload.coded_bytes(row_numel, **form)
 
     def payloads(*shape: int) -> Tensor:
         made = torch.empty(*shape, row_bytes, dtype=torch.uint8, device=device)
-        values = normal(slices, run_numel, device=device, dtype=torch.bfloat16)
+        values = normal(slices, row_numel, device=device, dtype=torch.bfloat16)
         for member in made.view(-1, slices, row_bytes):
             quantization.encode_blocks(values, member, **form)
         return made
 
     def encode(dtype: torch.dtype, **options: Any) -> tuple[Call, int]:
-        values = normal(slices, run_numel, device=device).to(dtype)
+        values = normal(slices, row_numel, device=device).to(dtype)
         target = torch.empty(slices, row_bytes, dtype=torch.uint8, device=device)
         return partial(quantization.encode_blocks, values, target, **form, **options), values.nbytes + target.nbytes
 
     def decode(dtype: torch.dtype) -> tuple[Call, int]:
-        source, values = payloads(slices), torch.empty(slices, run_numel, dtype=dtype, device=device)
+        source, values = payloads(slices), torch.empty(slices, row_numel, dtype=dtype, device=device)
         return partial(quantization.decode_blocks, source, values, **form), values.nbytes + source.nbytes
 
     def add_mean(members: int, **options: Any) -> tuple[Call, int]:
-        source, mean = payloads(members, slices), torch.zeros(slices, run_numel, device=device)
+        source, mean = payloads(members, slices), torch.zeros(slices, row_numel, device=device)
         call = partial(quantization.decode_mean_blocks, source, mean, **form, accumulate=True, **options)
         return call, 2 * mean.nbytes + source.nbytes
 
     def recode(members: int, **options: Any) -> tuple[Call, int]:
         source, target = payloads(members, slices), torch.empty(slices, row_bytes, dtype=torch.uint8, device=device)
-        call = partial(quantization.recode_mean_blocks, source, target, run_numel=run_numel, next_bits=bits, **form, **options)
+        call = partial(quantization.recode_mean_blocks, source, target, row_numel=row_numel, next_bits=bits, **form, **options)
         return call, source.nbytes + target.nbytes
 
     makes: dict[str, Make] = {
@@ -157,32 +157,32 @@ def _in_blocks(slices: int, run_numel: int, block_numel: int, bits: int, device:
     yield from ((f"INT{bits}", name, make) for name, make in makes.items())
 
 
-def _gaussian(slices: int, run_numel: int, bits: int, rounds: int, device: str) -> Iterator[Op]:
+def _gaussian(slices: int, row_numel: int, bits: int, rounds: int, device: str) -> Iterator[Op]:
     """Kernels of Gaussian codes."""
     from megatron_zpp.ops import gaussian, payload
 
     form: dict[str, Any] = {"bits": bits, "rounds": rounds}
-    row_bytes = payload.gaussian_bytes(run_numel, bits)
+    row_bytes = payload.gaussian_bytes(row_numel, bits)
 
     def payloads(*shape: int) -> Tensor:
         made = torch.empty(*shape, row_bytes, dtype=torch.uint8, device=device)
-        values = normal(slices, run_numel, device=device, dtype=torch.bfloat16)
+        values = normal(slices, row_numel, device=device, dtype=torch.bfloat16)
         for key, member in enumerate(made.view(-1, slices, row_bytes)):
             gaussian.encode_gaussian(values, member, **form, key=key)
         return made
 
     def encode(dtype: torch.dtype) -> tuple[Call, int]:
-        values = normal(slices, run_numel, device=device).to(dtype)
+        values = normal(slices, row_numel, device=device).to(dtype)
         target = torch.empty(slices, row_bytes, dtype=torch.uint8, device=device)
         return partial(gaussian.encode_gaussian, values, target, **form, key=1), values.nbytes + target.nbytes
 
     def decode(*, accumulate: bool) -> tuple[Call, int]:
-        source, values = payloads(slices), torch.zeros(slices, run_numel, dtype=torch.bfloat16, device=device)
+        source, values = payloads(slices), torch.zeros(slices, row_numel, dtype=torch.bfloat16, device=device)
         call = partial(gaussian.decode_gaussian, source, values, **form, keys=[0] * slices, accumulate=accumulate)
         return call, (2 if accumulate else 1) * values.nbytes + source.nbytes
 
     def add_mean(members: int) -> tuple[Call, int]:
-        source, mean = payloads(members, slices), torch.zeros(slices, run_numel, device=device)
+        source, mean = payloads(members, slices), torch.zeros(slices, row_numel, device=device)
         call = partial(gaussian.decode_mean_gaussian, source, mean, **form, keys=range(members), accumulate=True)
         return call, 2 * mean.nbytes + source.nbytes
 

@@ -9,11 +9,11 @@
 
 namespace megatron_zpp {
 
-inline RowLayout gaussian_layout(int64_t run_numel, int64_t bits) {
+inline RowLayout gaussian_layout(int64_t row_numel, int64_t bits) {
   TORCH_CHECK(bits >= 1 && bits <= 4, "bits must be 1, 2, 3 or 4, not ", bits);
-  const bool is_whole = run_numel >= 0 && run_numel % kGaussianNumel == 0;
-  TORCH_CHECK(is_whole, "the run must have a multiple of ", kGaussianNumel, " values, not ", run_numel);
-  const int64_t blocks = run_numel / kGaussianNumel;
+  const bool is_whole = row_numel >= 0 && row_numel % kGaussianNumel == 0;
+  TORCH_CHECK(is_whole, "a row must have a multiple of ", kGaussianNumel, " values, not ", row_numel);
+  const int64_t blocks = row_numel / kGaussianNumel;
   return {blocks, 0, planes_offset(blocks) + blocks * bits * kPlaneBytes};
 }
 

@@ -1,5 +1,5 @@
 // The format of Gaussian codes: levels and thresholds, the power of two before squaring, the scale, and where they lie in a payload row.
-// One definition for host and device. A payload row holds a run of blocks of 256 values, and after them bytes of the caller:
+// One definition for host and device. A payload row holds blocks of 256 values, and after them bytes of the caller:
 //
 //     | scales bf16, padded to 16 bytes | per block: bit planes of 32 bytes | bytes that no kernel touches |
 //

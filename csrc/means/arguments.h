@@ -9,7 +9,7 @@
 namespace megatron_zpp {
 
 inline void check_mean_tensors(const at::Tensor& members, const at::Tensor& mean, bool accumulate) {
-  TORCH_CHECK(members.dim() == 3, "members must have 3 dims, [members, slices, run], not ", members.dim());
+  TORCH_CHECK(members.dim() == 3, "members must have 3 dims, [members, slices, numel], not ", members.dim());
   TORCH_CHECK(members.size(0) > 0, "members has no members, and the mean of none is not defined");
   check_values(mean, "mean");
   check_inner_dim(members, "members");

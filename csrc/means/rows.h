@@ -13,9 +13,9 @@ struct MemberRows {
   int64_t slice_stride;   // elements
   int64_t members;
   int64_t slices;
-  int64_t run_numel;
+  int64_t row_numel;
 
-  ZPP_HOST_DEVICE const T* run(int64_t member, int64_t slice) const { return base + member * member_stride + slice * slice_stride; }
+  ZPP_HOST_DEVICE const T* row(int64_t member, int64_t slice) const { return base + member * member_stride + slice * slice_stride; }
 };
 
 }  // namespace megatron_zpp

@@ -12,12 +12,12 @@
 
 namespace megatron_zpp {
 
-inline void check_format(int64_t run_numel, int64_t bits, int64_t block_numel) {
+inline void check_format(int64_t row_numel, int64_t bits, int64_t block_numel) {
   TORCH_CHECK(bits == 4 || bits == 8, "bits must be 4 or 8, not ", bits);
   const bool is_whole = block_numel > 0 && block_numel % kBlockNumelMultiple == 0;
   TORCH_CHECK(is_whole, "block_numel must be a positive multiple of ", kBlockNumelMultiple, ", not ", block_numel);
-  const bool is_run_whole = run_numel >= 0 && run_numel % block_numel == 0;
-  TORCH_CHECK(is_run_whole, "the run must have a multiple of block_numel ", block_numel, " values, not ", run_numel);
+  const bool is_row_whole = row_numel >= 0 && row_numel % block_numel == 0;
+  TORCH_CHECK(is_row_whole, "a row must have a multiple of block_numel ", block_numel, " values, not ", row_numel);
 }
 
 inline void check_inner_dim(const at::Tensor& tensor, const char* name) {
@@ -36,7 +36,7 @@ ValueRows<T> writable_values(const at::Tensor& values) {
 }
 
 inline void check_values(const at::Tensor& values, const char* name) {
-  TORCH_CHECK(values.dim() == 2, name, " must have 2 dims, [slices, run], not ", values.dim());
+  TORCH_CHECK(values.dim() == 2, name, " must have 2 dims, [slices, numel], not ", values.dim());
   check_inner_dim(values, name);
 }
 
@@ -106,14 +106,14 @@ struct RecodedRows {
 };
 
 inline RecodedRows rows_to_recode(
-    const at::Tensor& payloads, at::Tensor& recoded, int64_t run_numel, int64_t bits, int64_t next_bits, int64_t block_numel) {
-  check_format(run_numel, bits, block_numel);
-  check_format(run_numel, next_bits, block_numel);
+    const at::Tensor& payloads, at::Tensor& recoded, int64_t row_numel, int64_t bits, int64_t next_bits, int64_t block_numel) {
+  check_format(row_numel, bits, block_numel);
+  check_format(row_numel, next_bits, block_numel);
   TORCH_CHECK(recoded.dim() == 2, "recoded must have 2 dims, [slices, bytes], not ", recoded.dim());
   const int64_t slices = recoded.size(0);
   return {
-      readable_members(payloads, "payloads", slices, row_layout(run_numel, bits, block_numel)),
-      writable_payloads(recoded, "recoded", slices, row_layout(run_numel, next_bits, block_numel))};
+      readable_members(payloads, "payloads", slices, row_layout(row_numel, bits, block_numel)),
+      writable_payloads(recoded, "recoded", slices, row_layout(row_numel, next_bits, block_numel))};
 }
 
 // Calls launch with the bits as a compile-time constant.

@@ -1,5 +1,5 @@
 // The format of quantized blocks: computes a block's scale, its codes and their bytes from its values.
-// One definition for host and device. A payload row holds a run of blocks, and after them bytes of the caller:
+// One definition for host and device. A payload row holds blocks, and after them bytes of the caller:
 //
 //     | codes, padded to 16 bytes | scales fp32, padded to 16 bytes | bytes that no kernel touches |
 //
@@ -46,7 +46,7 @@ ZPP_HOST_DEVICE float with_canonical_nan(float value) { return value != value ? 
 // ---- Layout of a payload row -----------------------------------------------------------------------------------------------------------
 
 struct RowLayout {
-  int64_t blocks;         // of one run
+  int64_t blocks;         // of one row
   int64_t scales_offset;  // bytes
   int64_t coded_bytes;    // codes and scales
 };
@@ -55,9 +55,9 @@ ZPP_HOST_DEVICE constexpr int64_t padded_bytes(int64_t bytes) {
   return (bytes + kPartAlignmentBytes - 1) / kPartAlignmentBytes * kPartAlignmentBytes;
 }
 
-ZPP_HOST_DEVICE constexpr RowLayout row_layout(int64_t run_numel, int64_t bits, int64_t block_numel) {
-  const int64_t blocks = run_numel / block_numel;
-  const int64_t scales_offset = padded_bytes(run_numel / 8 * bits);
+ZPP_HOST_DEVICE constexpr RowLayout row_layout(int64_t row_numel, int64_t bits, int64_t block_numel) {
+  const int64_t blocks = row_numel / block_numel;
+  const int64_t scales_offset = padded_bytes(row_numel / 8 * bits);
   return {blocks, scales_offset, scales_offset + padded_bytes(blocks * static_cast<int64_t>(sizeof(float)))};
 }
 

@@ -24,13 +24,13 @@ struct PayloadRows {
   }
 };
 
-// Values of one run per slice.
+// One row of values per slice.
 template <class T>
 struct ValueRows {
   T* base;
   int64_t slice_stride;  // elements
 
-  ZPP_HOST_DEVICE T* run(int64_t slice) const { return base + slice * slice_stride; }
+  ZPP_HOST_DEVICE T* row(int64_t slice) const { return base + slice * slice_stride; }
 };
 
 }  // namespace megatron_zpp

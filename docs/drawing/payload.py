@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from drawing.canvas import Canvas, Theme
 
-from megatron_zpp.comm.code import EXACT, Code, Runs
+from megatron_zpp.comm.code import EXACT, Code, SliceShape
 from megatron_zpp.ops.payload import padded_bytes
 
-RUNS = Runs(blocks=512, exact=6)
+SHAPE = SliceShape(blocks=512, exact=6)
 BLOCK_NUMEL, ELEMENT_BYTES = 256, 2
 CODES = {
     "16 bits": ("as they are: ZeRO 0 to 3", EXACT),
@@ -35,9 +35,9 @@ class Parts:
 
     @classmethod
     def of(cls, code: Code) -> Parts:
-        codes = padded_bytes(RUNS.blocks * (code.bits or 8 * ELEMENT_BYTES) // 8)
-        blocks = code.blocks_bytes(RUNS.blocks, element_bytes=ELEMENT_BYTES, block_numel=BLOCK_NUMEL)
-        whole = code.payload_bytes(RUNS, element_bytes=ELEMENT_BYTES, block_numel=BLOCK_NUMEL)
+        codes = padded_bytes(SHAPE.blocks * (code.bits or 8 * ELEMENT_BYTES) // 8)
+        blocks = code.blocks_bytes(SHAPE.blocks, element_bytes=ELEMENT_BYTES, block_numel=BLOCK_NUMEL)
+        whole = code.payload_bytes(SHAPE, element_bytes=ELEMENT_BYTES, block_numel=BLOCK_NUMEL)
         return cls(codes, blocks - codes, whole - blocks)
 
 

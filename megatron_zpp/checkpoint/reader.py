@@ -27,10 +27,10 @@ from megatron_zpp.checkpoint.manifest import (
     read_manifest,
     read_marker,
 )
-from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, chunk_runs
+from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, chunk_ranges
 from megatron_zpp.checkpoint.shard_file import DTYPES
 from megatron_zpp.checkpoint.source import Source, byte_ranges
-from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS, VerifiedFile
+from megatron_zpp.checkpoint.verified_file import CHUNKS_AT_ONCE, VerifiedFile
 from megatron_zpp.parallel.division import Stripe
 from megatron_zpp.parallel.stripes import columns_of
 from megatron_zpp.system.outside import open_regular
@@ -118,7 +118,7 @@ class CheckpointReader:
         yield from (f"{self.folder} is incomplete or contradicts itself: {error}" for error in self._errors_of_pieces)
         for stored in self.manifest.files if files is None else files:
             try:
-                self._read_runs(stored, [(0, stored.nbytes)], lambda data, start: None)
+                self._read_ranges(stored, [(0, stored.nbytes)], lambda data, start: None)
             except DamagedCheckpointError as error:
                 yield error.finding
 
@@ -143,13 +143,13 @@ class CheckpointReader:
                     return
                 _scatter(elements[source.element_type], start, start + len(data), wanted[index])
 
-        self._read_runs(stored, byte_ranges((place.source for place in wanted), self.manifest.chunk_bytes), scatter)
+        self._read_ranges(stored, byte_ranges((place.source for place in wanted), self.manifest.chunk_bytes), scatter)
 
-    def _read_runs(self, stored: StoredFile, ranges: Iterable[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
+    def _read_ranges(self, stored: StoredFile, ranges: Iterable[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
         """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each run of chunks."""
         file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
         try:
-            file.for_each_run(chunk_runs(ranges, self.manifest.chunk_bytes, stored.nbytes, RUN_CHUNKS), use)
+            file.for_each_range(chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE), use)
         finally:
             self.bytes_read += file.bytes_read
             file.close()

@@ -28,7 +28,7 @@ from megatron_zpp.parallel.stripes import Columns, column_numel, columns_of, con
 
 
 @dataclass(frozen=True)
-class ByteRun:
+class ByteRange:
     """Bytes [start, stop) of a file. Both are chunk boundaries, except that stop may be the end of the file."""
 
     start: int
@@ -168,8 +168,8 @@ def _row_steps(part: Stripe, wanted: Stripe, group: _Group) -> RowSteps | None:
     return None if lead + part.numel <= width else RowSteps(width, lead, stored, steps)
 
 
-def chunk_runs(ranges: Iterable[tuple[int, int]], chunk_bytes: int, file_bytes: int, most_chunks: int) -> Iterator[ByteRun]:
-    """The chunks that overlap the byte ranges, each once and in order, in runs of at most `most_chunks`.
+def chunk_ranges(ranges: Iterable[tuple[int, int]], chunk_bytes: int, file_bytes: int, most_chunks: int) -> Iterator[ByteRange]:
+    """The chunks that overlap the byte ranges, each once and in order, in ranges of at most `most_chunks`.
 
     ranges: (start, end) within the file, sorted by start.
     """
@@ -179,12 +179,12 @@ def chunk_runs(ranges: Iterable[tuple[int, int]], chunk_bytes: int, file_bytes: 
             continue
         begin, beyond = start // chunk_bytes, -(-end // chunk_bytes)
         if begin > stop:
-            yield from _runs(first, stop, chunk_bytes, file_bytes, most_chunks)
+            yield from _chunk_ranges(first, stop, chunk_bytes, file_bytes, most_chunks)
             first = stop = begin
         stop = max(stop, beyond)
-    yield from _runs(first, stop, chunk_bytes, file_bytes, most_chunks)
+    yield from _chunk_ranges(first, stop, chunk_bytes, file_bytes, most_chunks)
 
 
-def _runs(first: int, stop: int, chunk_bytes: int, file_bytes: int, most_chunks: int) -> Iterator[ByteRun]:
+def _chunk_ranges(first: int, stop: int, chunk_bytes: int, file_bytes: int, most_chunks: int) -> Iterator[ByteRange]:
     for chunk in range(first, stop, most_chunks):
-        yield ByteRun(chunk * chunk_bytes, min(min(chunk + most_chunks, stop) * chunk_bytes, file_bytes))
+        yield ByteRange(chunk * chunk_bytes, min(min(chunk + most_chunks, stop) * chunk_bytes, file_bytes))

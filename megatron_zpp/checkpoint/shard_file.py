@@ -26,9 +26,9 @@ from megatron_zpp.checkpoint.manifest import CheckpointError, StoredFile
 HEADER_ALIGNMENT_BYTES = 8  # so that the data can be memory-mapped
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ELEMENT_TYPES = {dtype: name for name, dtype in DTYPES.items()}
-RUN_CHUNKS = 4  # written at a time: enough to make calls cheap, few enough to stay in the processor's cache for their checksums
+CHUNKS_AT_ONCE = 4  # written at a time: enough to make calls cheap, few enough to stay in the processor's cache for their checksums
 CHECKSUM_THREADS = 2
-WAITING_RUNS = 4  # runs that wait for their checksums; their tensors stay in memory
+WAITING_BATCHES = 4  # batches that wait for their checksums; their tensors stay in memory
 FLUSH_BYTES = 64 << 20
 
 
@@ -91,12 +91,12 @@ def _write_stream(file: FileIO, buffers: Iterable[memoryview], chunk_bytes: int)
     with ExitStack() as stack:
         flusher = _Flusher(file, stack.enter_context(ThreadPoolExecutor(1)))
         threads = stack.enter_context(ThreadPoolExecutor(CHECKSUM_THREADS))
-        for run in _runs_of(buffers, RUN_CHUNKS * chunk_bytes):
-            waiting.append(threads.submit(_checksums, run, chunk_bytes))
-            for part in run:
+        for batch in _batches_of(buffers, CHUNKS_AT_ONCE * chunk_bytes):
+            waiting.append(threads.submit(_checksums, batch, chunk_bytes))
+            for part in batch:
                 _write(file, part)
-            flusher.count_written(sum(map(len, run)))
-            if len(waiting) > WAITING_RUNS:
+            flusher.count_written(sum(map(len, batch)))
+            if len(waiting) > WAITING_BATCHES:
                 values += waiting.popleft().result()
         flusher.finish()
         for future in waiting:
@@ -139,28 +139,28 @@ def _stream(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     yield from map(_bytes_of, tensors)
 
 
-def _runs_of(buffers: Iterable[memoryview], run_bytes: int) -> Iterator[list[memoryview]]:
-    """The buffers in lists of `run_bytes` each; only the last list may have fewer. A buffer may be divided among several lists."""
-    run: list[memoryview] = []
-    missing_bytes = run_bytes
+def _batches_of(buffers: Iterable[memoryview], batch_bytes: int) -> Iterator[list[memoryview]]:
+    """The buffers in lists of `batch_bytes` each; only the last list may have fewer. A buffer may be divided among several lists."""
+    batch: list[memoryview] = []
+    missing_bytes = batch_bytes
     for buffer in buffers:
         place = 0
         while place < len(buffer):
             part = buffer[place : place + missing_bytes]
-            run.append(part)
+            batch.append(part)
             place += len(part)
             missing_bytes -= len(part)
             if missing_bytes == 0:
-                yield run
-                run, missing_bytes = [], run_bytes
-    if run:
-        yield run
+                yield batch
+                batch, missing_bytes = [], batch_bytes
+    if batch:
+        yield batch
 
 
-def _checksums(run: Sequence[memoryview], chunk_bytes: int) -> list[int]:
-    """The CRC-32 of each chunk of a run that begins with a chunk. zlib releases the interpreter lock while it computes."""
+def _checksums(batch: Sequence[memoryview], chunk_bytes: int) -> list[int]:
+    """The CRC-32 of each chunk of a batch that begins with a chunk. zlib releases the interpreter lock while it computes."""
     values = []
-    for chunk in _runs_of(run, chunk_bytes):
+    for chunk in _batches_of(batch, chunk_bytes):
         value = 0
         for part in chunk:
             value = zlib.crc32(part, value)

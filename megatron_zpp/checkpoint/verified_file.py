@@ -1,4 +1,4 @@
-"""Reads a stored file in runs of chunks and verifies their checksums."""
+"""Reads a stored file in ranges of chunks and verifies their checksums."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_zpp.checkpoint.manifest import DamagedCheckpointError, StoredFile
-from megatron_zpp.checkpoint.reshard import ByteRun
+from megatron_zpp.checkpoint.reshard import ByteRange
 from megatron_zpp.system.outside import open_regular
 
-RUN_CHUNKS = 4  # read at a time: enough to make calls cheap, few enough to stay in the processor's cache until they are used
+CHUNKS_AT_ONCE = 4  # read at a time: enough to make calls cheap, few enough to stay in the processor's cache until they are used
 VERIFYING_THREADS = 2
 BUFFERS = 4  # one is filled while the others are verified or wait for it
 
@@ -54,28 +54,28 @@ class VerifiedFile:
         self._verify(view, start)
         return data
 
-    def for_each_run(self, runs: Iterable[ByteRun], use: Callable[[memoryview, int], None]) -> None:
-        """Calls use(bytes, start) for each run, in any order. `use` must not keep the bytes: their buffer is filled again.
+    def for_each_range(self, ranges: Iterable[ByteRange], use: Callable[[memoryview, int], None]) -> None:
+        """Calls use(bytes, start) for each range, in any order. `use` must not keep the bytes: their buffer is filled again.
 
-        runs: of at most RUN_CHUNKS chunks each. One thread reads them in order, which suits disks; other threads verify and call `use`.
+        ranges: of at most CHUNKS_AT_ONCE chunks each. One thread reads them in order, which suits disks; other threads verify and call `use`.
         """
         used: deque[tuple[bytearray, Future[None]]] = deque()
-        buffer_bytes = min(RUN_CHUNKS * self._chunk_bytes, self._stored.nbytes)
+        buffer_bytes = min(CHUNKS_AT_ONCE * self._chunk_bytes, self._stored.nbytes)
 
         def verify_and_use(view: memoryview, start: int) -> None:
             self._verify(view, start)
             use(view, start)
 
         with ThreadPoolExecutor(VERIFYING_THREADS) as threads:
-            for run in runs:
+            for chunks in ranges:
                 if len(used) < BUFFERS:
                     buffer = bytearray(buffer_bytes)
                 else:
                     buffer, future = used.popleft()
                     future.result()
-                view = memoryview(buffer)[: run.stop - run.start]
-                self._read_into(view, run.start)
-                used.append((buffer, threads.submit(verify_and_use, view, run.start)))
+                view = memoryview(buffer)[: chunks.stop - chunks.start]
+                self._read_into(view, chunks.start)
+                used.append((buffer, threads.submit(verify_and_use, view, chunks.start)))
             for _, future in used:
                 future.result()
 

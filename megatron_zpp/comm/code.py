@@ -2,7 +2,7 @@
 
 A payload holds the values of one slice:
 
-    | blocks run, coded | exact run, never quantized |
+    | blocks, coded | exact values, never quantized |
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Levels(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Runs:
+class SliceShape:
     """How many elements a slice has in each of its two regions."""
 
     blocks: int
@@ -52,7 +52,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Code:
-    """How the blocks run of a slice crosses a link.
+    """How the blocks of a slice crosses a link.
 
     bits: of each value: 4 or 8, and 1 to 4 with Gaussian levels. None: values are not quantized, but cross in a floating-point dtype that
     the codec is given.
@@ -102,7 +102,7 @@ class Code:
         return self.rotation is not Rotation.NONE or self.levels is Levels.GAUSSIAN
 
     def blocks_bytes(self, numel: int, *, element_bytes: int, block_numel: int = 1) -> int:
-        """Bytes of a blocks run of `numel` values. The exact run begins after them.
+        """Bytes of blocks of `numel` values. The exact values begin after them.
 
         element_bytes: of a value that is not quantized. block_numel: number of values that share a scale; with Gaussian levels it is 256.
         """
@@ -110,10 +110,10 @@ class Code:
             return padded_bytes(numel * element_bytes)
         return gaussian_bytes(numel, self.bits) if self.levels is Levels.GAUSSIAN else coded_bytes(numel, self.bits, block_numel)
 
-    def payload_bytes(self, runs: Runs, *, element_bytes: int, block_numel: int = 1) -> int:
+    def payload_bytes(self, slice_shape: SliceShape, *, element_bytes: int, block_numel: int = 1) -> int:
         """Bytes of one slice's payload, a multiple of 16; arguments as in `blocks_bytes`."""
-        blocks = self.blocks_bytes(runs.blocks, element_bytes=element_bytes, block_numel=block_numel)
-        return blocks + padded_bytes(runs.exact * element_bytes)
+        blocks = self.blocks_bytes(slice_shape.blocks, element_bytes=element_bytes, block_numel=block_numel)
+        return blocks + padded_bytes(slice_shape.exact * element_bytes)
 
 
 EXACT = Code()

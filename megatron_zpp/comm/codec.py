@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.code import Runs
+from megatron_zpp.comm.code import SliceShape
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class SignKeys:
 
 @dataclass(frozen=True)
 class Regions:
-    """The values of one or more slices as two matrices: blocks [slices, runs.blocks] and exact [slices, runs.exact]."""
+    """The values of one or more slices as two matrices: blocks [slices, slice_shape.blocks] and exact [slices, slice_shape.exact]."""
 
     blocks: Tensor
     exact: Tensor
 
     @classmethod
-    def of(cls, flat: Tensor, runs: Runs) -> Regions:
-        """Views of `flat` [slices * runs.numel]: the blocks runs of all slices come first, then their exact runs."""
-        slices = flat.numel() // runs.numel
-        boundary = slices * runs.blocks
-        return cls(flat[:boundary].view(slices, runs.blocks), flat[boundary:].view(slices, runs.exact))
+    def of(cls, flat: Tensor, slice_shape: SliceShape) -> Regions:
+        """Views of `flat` [slices * slice_shape.numel]: the blocks of all slices come first, then their exact values."""
+        slices = flat.numel() // slice_shape.numel
+        boundary = slices * slice_shape.blocks
+        return cls(flat[:boundary].view(slices, slice_shape.blocks), flat[boundary:].view(slices, slice_shape.exact))
 
     @property
-    def runs(self) -> Runs:
-        return Runs(self.blocks.shape[1], self.exact.shape[1])
+    def slice_shape(self) -> SliceShape:
+        return SliceShape(self.blocks.shape[1], self.exact.shape[1])
 
     @property
     def slices(self) -> int:
@@ -84,7 +84,7 @@ class Codec(ABC):
     EngineOptions.make_codec makes the codec of each link in each direction; units may share it. A codec of your own inherits from this
     class, and must keep these rules:
     - It is immutable, and codecs that encode alike compare equal. If both links have equal codecs, a payload crosses both unchanged.
-    - payload_bytes depends on `runs` alone, so that all ranks send messages of the same size.
+    - payload_bytes depends on `slice_shape` alone, so that all ranks send messages of the same size.
     - The same payload decodes to the same bits on every rank, or ranks would train different weights.
     - Zeros decode to zeros, because padding must stay zero. If mixes_neighbours is true, only blocks of zeros do, and the caller clears the
       padding whenever it has decoded.
@@ -107,7 +107,7 @@ class Codec(ABC):
         return False
 
     @abstractmethod
-    def payload_bytes(self, runs: Runs) -> int:
+    def payload_bytes(self, slice_shape: SliceShape) -> int:
         """Bytes of one slice's payload, a multiple of 16."""
 
     @abstractmethod
@@ -148,17 +148,17 @@ class Codec(ABC):
         """Codecs of equal families recode into each other by `recode_mean_into` of their own. None: a mean of values is between them."""
         return None
 
-    def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
+    def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, slice_shape: SliceShape) -> None:
         """Fills recoded [slices, next payload_bytes] with the mean over members of payloads [members, slices, payload_bytes].
 
         Called between the two hops of a descent. The mean is in fp32 before `next_codec` encodes it.
         """
-        mean = Regions.of(torch.empty(recoded.shape[0] * runs.numel, dtype=torch.float32, device=recoded.device), runs)
+        mean = Regions.of(torch.empty(recoded.shape[0] * slice_shape.numel, dtype=torch.float32, device=recoded.device), slice_shape)
         self.decode_mean_into(payloads, mean, accumulate=False)
         next_codec.encode_into(mean, recoded)
 
     def add_into(self, payloads: Tensor, values: Regions) -> None:
-        """Adds the blocks of payloads [slices, payload_bytes], one from each member of a link, to `values`, and replaces their exact runs.
+        """Adds the blocks of payloads [slices, payload_bytes], one from each member of a link, to `values`, and replaces their exact values.
 
         Called for weights that cross as differences. Sums are fp32, then rounded to the dtype of `values`.
         """

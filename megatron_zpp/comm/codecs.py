@@ -1,10 +1,10 @@
 """Codecs turn values into payloads and back, as a code describes (comm/code.py); each slice has one payload of bytes.
 
-A payload holds the slice's blocks run and its exact run, each padded to 16 bytes:
+A payload holds the slice's blocks and its exact values, each padded to 16 bytes:
 
-    | blocks run, encoded | exact run, never quantized |
+    | blocks, encoded | exact values, never quantized |
 
-An exact run holds norm gains and biases: they are few, and errors in them do the most harm.
+Exact values are those of norm gains and biases: they are few, and errors in them do the most harm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.code import EXACT, Code, Levels, LinkCodes, Rotation, Rounding, Runs
+from megatron_zpp.comm.code import EXACT, Code, Levels, LinkCodes, Rotation, Rounding, SliceShape
 from megatron_zpp.comm.codec import Codec, Regions, SignKeys
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
 from megatron_zpp.ops.means import mean_values
@@ -35,48 +35,48 @@ class CastCodec(Codec):
     dtype: torch.dtype
     rests_encoded: ClassVar[bool] = False
 
-    def payload_bytes(self, runs: Runs) -> int:
-        return EXACT.payload_bytes(runs, element_bytes=self.dtype.itemsize)
+    def payload_bytes(self, slice_shape: SliceShape) -> int:
+        return EXACT.payload_bytes(slice_shape, element_bytes=self.dtype.itemsize)
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
-        self.regions_of(payloads, values.runs).copy_(values)
+        self.regions_of(payloads, values.slice_shape).copy_(values)
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
-        values.copy_(self.regions_of(payloads, values.runs))
+        values.copy_(self.regions_of(payloads, values.slice_shape))
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
-        for payload_part, mean_part in zip(self.regions_of(payloads, mean.runs).parts(), mean.parts(), strict=True):
+        for payload_part, mean_part in zip(self.regions_of(payloads, mean.slice_shape).parts(), mean.parts(), strict=True):
             mean_values(payload_part, mean_part, accumulate=accumulate)
 
     @property
     def family(self) -> Hashable:
         return CastCodec
 
-    def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
+    def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, slice_shape: SliceShape) -> None:
         if next_codec.family != self.family:
-            super().recode_mean_into(payloads, next_codec, recoded, runs)
+            super().recode_mean_into(payloads, next_codec, recoded, slice_shape)
             return
-        parts = cast(CastCodec, next_codec).regions_of(recoded, runs).parts()
-        for received, part in zip(self.regions_of(payloads, runs).parts(), parts, strict=True):
+        parts = cast(CastCodec, next_codec).regions_of(recoded, slice_shape).parts()
+        for received, part in zip(self.regions_of(payloads, slice_shape).parts(), parts, strict=True):
             _round_mean(received, part)
 
-    def run_at(self, payloads: Tensor, offset_bytes: int, numel: int) -> Tensor:
+    def values_at(self, payloads: Tensor, offset_bytes: int, numel: int) -> Tensor:
         """The values [..., numel] that begin at `offset_bytes` in every row of payloads [..., payload_bytes]."""
         return payloads[..., offset_bytes : offset_bytes + numel * self.dtype.itemsize].view(self.dtype)
 
-    def regions_of(self, payloads: Tensor, runs: Runs) -> Regions:
+    def regions_of(self, payloads: Tensor, slice_shape: SliceShape) -> Regions:
         """The values in payloads [..., payload_bytes], as views."""
         return Regions(
-            self.run_at(payloads, 0, runs.blocks),
-            self.run_at(payloads, EXACT.blocks_bytes(runs.blocks, element_bytes=self.dtype.itemsize), runs.exact),
+            self.values_at(payloads, 0, slice_shape.blocks),
+            self.values_at(payloads, EXACT.blocks_bytes(slice_shape.blocks, element_bytes=self.dtype.itemsize), slice_shape.exact),
         )
 
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """Encodes the blocks run as integers with one fp32 scale per block, and only casts the exact run.
+    """Encodes the blocks as integers with one fp32 scale per block, and only casts the exact values.
 
-        | codes | scales | exact run |, each padded to 16 bytes
+        | codes | scales | exact values |, each padded to 16 bytes
 
     code: a code with bits. A Hadamard rotation writes errors into padding as well; the caller sets it to zero again.
     noise_key: stochastic rounding depends on it and on a value's index within one call. None if the code rounds to nearest.
@@ -104,14 +104,14 @@ class BlockCodec(Codec):
     def is_rotated(self) -> bool:
         return self.code.rotation is Rotation.HADAMARD
 
-    def payload_bytes(self, runs: Runs) -> int:
-        return self.code.payload_bytes(runs, element_bytes=self.exact.dtype.itemsize, block_numel=self.block_numel)
+    def payload_bytes(self, slice_shape: SliceShape) -> int:
+        return self.code.payload_bytes(slice_shape, element_bytes=self.exact.dtype.itemsize, block_numel=self.block_numel)
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
         encode_blocks(
             values.blocks, payloads, bits=self.bits, block_numel=self.block_numel, rotated=self.is_rotated, noise_key=self.noise_key
         )
-        self.exact_run(payloads, values.runs).copy_(values.exact)
+        self.exact_values(payloads, values.slice_shape).copy_(values.exact)
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
         if self.is_rotated:
@@ -122,11 +122,11 @@ class BlockCodec(Codec):
             values.blocks.copy_(wide)
         else:
             decode_blocks(payloads, values.blocks, bits=self.bits, block_numel=self.block_numel)
-        values.exact.copy_(self.exact_run(payloads, values.runs))
+        values.exact.copy_(self.exact_values(payloads, values.slice_shape))
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
         self._decode_mean(payloads, mean.blocks, accumulate=accumulate)
-        mean_values(self.exact_run(payloads, mean.runs), mean.exact, accumulate=accumulate)
+        mean_values(self.exact_values(payloads, mean.slice_shape), mean.exact, accumulate=accumulate)
 
     def keyed(self, key: int) -> BlockCodec:
         return replace(self, noise_key=key) if self.code.rounding is Rounding.STOCHASTIC else self
@@ -140,27 +140,27 @@ class BlockCodec(Codec):
         """Of the same blocks and the same rotation; bits may differ."""
         return self.block_numel, self.code.rotation
 
-    def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
+    def recode_mean_into(self, payloads: Tensor, next_codec: Codec, recoded: Tensor, slice_shape: SliceShape) -> None:
         """As every codec. To one of its family by one fused kernel, and rotated values stay rotated."""
         if next_codec.family != self.family:
-            super().recode_mean_into(payloads, next_codec, recoded, runs)
+            super().recode_mean_into(payloads, next_codec, recoded, slice_shape)
             return
         following = cast(BlockCodec, next_codec)
         recode_mean_blocks(
             payloads,
             recoded,
-            run_numel=runs.blocks,
+            row_numel=slice_shape.blocks,
             bits=self.bits,
             next_bits=following.bits,
             block_numel=self.block_numel,
             noise_key=following.noise_key,
         )
-        _round_mean(self.exact_run(payloads, runs), following.exact_run(recoded, runs))
+        _round_mean(self.exact_values(payloads, slice_shape), following.exact_values(recoded, slice_shape))
 
-    def exact_run(self, payloads: Tensor, runs: Runs) -> Tensor:
-        """The exact runs [..., runs.exact] of payloads [..., payload_bytes]."""
-        offset_bytes = self.code.blocks_bytes(runs.blocks, element_bytes=self.exact.dtype.itemsize, block_numel=self.block_numel)
-        return self.exact.run_at(payloads, offset_bytes, runs.exact)
+    def exact_values(self, payloads: Tensor, slice_shape: SliceShape) -> Tensor:
+        """The exact values [..., slice_shape.exact] of payloads [..., payload_bytes]."""
+        offset_bytes = self.code.blocks_bytes(slice_shape.blocks, element_bytes=self.exact.dtype.itemsize, block_numel=self.block_numel)
+        return self.exact.values_at(payloads, offset_bytes, slice_shape.exact)
 
     def _decode_mean(self, payloads: Tensor, mean: Tensor, *, accumulate: bool) -> None:
         decode_mean_blocks(payloads, mean, bits=self.bits, block_numel=self.block_numel, accumulate=accumulate, rotated=self.is_rotated)
@@ -183,7 +183,7 @@ def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
 
 
 def _round_mean(members: Tensor, rounded: Tensor) -> None:
-    """Writes the fp32 mean of members [members, slices, run] to `rounded` [slices, run] in its own dtype."""
+    """Writes the fp32 mean of members [members, slices, numel] to `rounded` [slices, numel] in its own dtype."""
     if rounded.dtype in (torch.float32, members.dtype):
         mean_values(members, rounded, accumulate=False)
         return

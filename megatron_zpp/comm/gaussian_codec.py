@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
-from megatron_zpp.comm.code import Code, Levels, Runs
+from megatron_zpp.comm.code import Code, Levels, SliceShape
 from megatron_zpp.comm.codec import Codec, Regions, SignKeys
 from megatron_zpp.ops.gaussian import decode_gaussian, decode_mean_gaussian, encode_gaussian
 from megatron_zpp.ops.payload import GAUSSIAN_BLOCK_NUMEL
@@ -17,9 +17,9 @@ from megatron_zpp.system.user_error import UserError
 
 @dataclass(frozen=True)
 class GaussianCodec(Codec):
-    """Encodes the blocks run in Gaussian codes, and the exact run by the codec `exact`.
+    """Encodes the blocks in Gaussian codes, and the exact values by the codec `exact`.
 
-        | scales bf16, padded to 16 bytes | codes | exact run, padded to 16 bytes |
+        | scales bf16, padded to 16 bytes | codes | exact values, padded to 16 bytes |
 
     Values decode only with the sender's signs, so each message is decoded and rotated back before messages are summed. A decoded block
     has errors in its padding too (mixes_neighbours).
@@ -50,27 +50,27 @@ class GaussianCodec(Codec):
     def mixes_neighbours(self) -> bool:
         return self.code.mixes_neighbours
 
-    def payload_bytes(self, runs: Runs) -> int:
-        return self._exact_offset(runs) + self.exact.payload_bytes(Runs(0, runs.exact))
+    def payload_bytes(self, slice_shape: SliceShape) -> int:
+        return self._exact_offset(slice_shape) + self.exact.payload_bytes(SliceShape(0, slice_shape.exact))
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
         encode_gaussian(values.blocks, payloads, bits=self.bits, rounds=self.code.rounds, key=self._keys().own)
-        self.exact.encode_into(_exact_of(values), payloads[:, self._exact_offset(values.runs) :])
+        self.exact.encode_into(_exact_of(values), payloads[:, self._exact_offset(values.slice_shape) :])
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
         """Decodes payloads [slices, payload_bytes], one from each sender in turn, into `values`."""
         self._decode(payloads, values.blocks, accumulate=False)
-        self.exact.decode_into(payloads[:, self._exact_offset(values.runs) :], _exact_of(values))
+        self.exact.decode_into(payloads[:, self._exact_offset(values.slice_shape) :], _exact_of(values))
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
         keys = self._keys_of_senders(payloads.shape[0])
         decode_mean_gaussian(payloads, mean.blocks, bits=self.bits, rounds=self.code.rounds, keys=keys, accumulate=accumulate)
-        exact_runs = payloads[..., self._exact_offset(mean.runs) :]
-        self.exact.decode_mean_into(exact_runs, _exact_of(mean), accumulate=accumulate)
+        exact_values = payloads[..., self._exact_offset(mean.slice_shape) :]
+        self.exact.decode_mean_into(exact_values, _exact_of(mean), accumulate=accumulate)
 
     def add_into(self, payloads: Tensor, values: Regions) -> None:
         self._decode(payloads, values.blocks, accumulate=True)
-        self.exact.decode_into(payloads[:, self._exact_offset(values.runs) :], _exact_of(values))
+        self.exact.decode_into(payloads[:, self._exact_offset(values.slice_shape) :], _exact_of(values))
 
     def signed(self, keys: SignKeys) -> GaussianCodec:
         return replace(self, keys=keys)
@@ -83,8 +83,8 @@ class GaussianCodec(Codec):
         keys = self._keys_of_senders(payloads.shape[0])
         decode_gaussian(payloads, blocks, bits=self.bits, rounds=self.code.rounds, keys=keys, accumulate=accumulate)
 
-    def _exact_offset(self, runs: Runs) -> int:
-        return self.code.blocks_bytes(runs.blocks, element_bytes=0)
+    def _exact_offset(self, slice_shape: SliceShape) -> int:
+        return self.code.blocks_bytes(slice_shape.blocks, element_bytes=0)
 
     def _keys(self) -> SignKeys:
         if self.keys is None:
@@ -99,5 +99,5 @@ class GaussianCodec(Codec):
 
 
 def _exact_of(values: Regions) -> Regions:
-    """The exact run alone: as a payload of its own, it follows the blocks run in each row."""
+    """The exact values alone: as a payload of its own, it follows the blocks in each row."""
     return Regions(values.blocks[:, :0], values.exact)

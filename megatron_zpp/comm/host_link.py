@@ -119,7 +119,7 @@ class HostLink:
         return slot
 
     def _arrival(self, values: Regions, place: Tensor) -> Arrival:
-        arrived = Regions.of(place, values.runs)
+        arrived = Regions.of(place, values.slice_shape)
         return Arrival(arrived, partial(self._copy_down, values, arrived))
 
     def _copy_down(self, values: Regions, arrived: Regions) -> Event:

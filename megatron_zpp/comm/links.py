@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend, Work
-from megatron_zpp.comm.code import Runs
+from megatron_zpp.comm.code import SliceShape
 from megatron_zpp.comm.codec import Codec, Regions
 from megatron_zpp.comm.codecs import LinkCodecs
 from megatron_zpp.comm.context_link import ContextLink
@@ -40,7 +40,7 @@ INTER_DESCEND = Lane(Link.INTER, Direction.DESCEND)
 
 @dataclass(frozen=True)
 class Climb:
-    """How one unit climbs to its secondary rung. runs: of each slice.
+    """How one unit climbs to its secondary rung. slice_shape: of each slice.
 
     encode_own: fills the payload [1, payload_bytes] of the own slice, in the inter link's codec.
     arrive: makes from the payloads [N, payload_bytes] of the column those of the secondary rung, in the intra link's codec. By default they
@@ -48,7 +48,7 @@ class Climb:
     """
 
     name: str
-    runs: Runs
+    slice_shape: SliceShape
     codecs: LinkCodecs
     encode_own: Callable[[Tensor], None]
     arrive: Callable[[Tensor, Tensor], None] | None = None
@@ -63,7 +63,7 @@ class Climb:
         if self.arrive is not None:
             self.arrive(arrived, payloads)
         else:
-            self.codecs.inter.recode_mean_into(arrived.unsqueeze(0), self.codecs.intra, payloads, self.runs)
+            self.codecs.inter.recode_mean_into(arrived.unsqueeze(0), self.codecs.intra, payloads, self.slice_shape)
 
 
 class Links:
@@ -120,7 +120,7 @@ class Links:
         codecs, name = climb.codecs, climb.name
         if self.partitions == 1:
             return self._submit(Hop(name, INTER_CLIMB, nothing, nothing, after=after, prepare=lambda: climb.encode_own(payloads)))
-        own_bytes = codecs.inter.payload_bytes(climb.runs)
+        own_bytes = codecs.inter.payload_bytes(climb.slice_shape)
         buffers: list[Tensor] = []
 
         def prepare() -> None:
@@ -163,14 +163,14 @@ class Links:
             return [self.descend_to_secondary(name, codecs.intra, full, primary, accumulate=accumulate)]
         if self.partition_ranks == 1:
             return [self.descend_from_secondary(name, codecs.inter, full, primary, accumulate=accumulate)]
-        within = _Exchange(self, INTRA_DESCEND, codecs.intra, full.runs, full.slices)
-        across = _Exchange(self, INTER_DESCEND, codecs.inter, full.runs, self.partitions)
+        within = _Exchange(self, INTRA_DESCEND, codecs.intra, full.slice_shape, full.slices)
+        across = _Exchange(self, INTER_DESCEND, codecs.inter, full.slice_shape, self.partitions)
 
         def prepare() -> None:
             within.prepare(lambda payloads: codecs.intra.encode_into(full, payloads))
 
         def recode(payloads: Tensor) -> None:
-            codecs.intra.recode_mean_into(within.received(), codecs.inter, payloads, full.runs)
+            codecs.intra.recode_mean_into(within.received(), codecs.inter, payloads, full.slice_shape)
             within.release()
 
         first = Hop(name, INTRA_DESCEND, within.launch, nothing, None, within.traffic, prepare)
@@ -191,7 +191,7 @@ class Links:
     def _descent(self, name: str, lane: Lane, codec: Codec, values: Regions, mean: Regions, accumulate: bool) -> Hop:
         if self.topology.link_ranks(lane.link) == 1:
             return Hop(name, lane, nothing, lambda: _add_or_copy(values, mean, accumulate))
-        exchange = _Exchange(self, lane, codec, values.runs, values.slices)
+        exchange = _Exchange(self, lane, codec, values.slice_shape, values.slices)
 
         def prepare() -> None:
             exchange.prepare(lambda payloads: codec.encode_into(values, payloads))
@@ -213,13 +213,13 @@ class Links:
 class _Exchange:
     """The payloads of one descent over one link: this rank sends `slices` of them, an equal share to each member, and receives as many."""
 
-    def __init__(self, links: Links, lane: Lane, codec: Codec, runs: Runs, slices: int) -> None:
+    def __init__(self, links: Links, lane: Lane, codec: Codec, slice_shape: SliceShape, slices: int) -> None:
         self._links = links
         self._lane = lane
         self._codec = codec
         self._members = links.topology.link_ranks(lane.link)
         self._slices = slices
-        self._payload_bytes = codec.payload_bytes(runs)
+        self._payload_bytes = codec.payload_bytes(slice_shape)
         self._buffers: list[Tensor] = []
         self.traffic = links.ledger.measure(lane.link, slices // self._members * self._payload_bytes)
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.parallel.division import Division, Gradient, Run
+from megatron_zpp.parallel.division import Division, Gradient, HeldRange
 
 
 class Role(enum.Enum):
@@ -111,17 +111,17 @@ def division_of(cut: Cut, shape: tuple[int, ...], config: ModelConfig, ranks: in
         return Division.evenly(shape, 0, ranks, rank)
     if cut is Cut.COLUMNS:
         return Division.evenly(shape, 1, ranks, rank)
-    runs = _halves(shape[0], ranks) if cut is Cut.HALVES else _ranks_of_groups(config, ranks)
-    return Division(shape, 0, tuple(runs), rank, gradient)
+    ranges = _halves(shape[0], ranks) if cut is Cut.HALVES else _ranks_of_groups(config, ranks)
+    return Division(shape, 0, tuple(ranges), rank, gradient)
 
 
-def _halves(rows: int, ranks: int) -> Iterator[Run]:
+def _halves(rows: int, ranks: int) -> Iterator[HeldRange]:
     """The rows of the gate, then those of the value, the same share of both for each rank."""
     length = rows // 2 // ranks
-    yield from (Run(index * length, (index + 1) * length, (index % ranks,)) for index in range(2 * ranks))
+    yield from (HeldRange(index * length, (index + 1) * length, (index % ranks,)) for index in range(2 * ranks))
 
 
-def _ranks_of_groups(config: ModelConfig, ranks: int) -> Iterator[Run]:
+def _ranks_of_groups(config: ModelConfig, ranks: int) -> Iterator[HeldRange]:
     """The rows of qkv where several ranks have one group: queries of each of them, then the key and the value of all."""
     sharing = ranks // config.key_value_heads
     queries = config.num_attention_heads // ranks * config.kv_channels
@@ -129,5 +129,5 @@ def _ranks_of_groups(config: ModelConfig, ranks: int) -> Iterator[Run]:
     for first in range(0, ranks, sharing):
         holders = tuple(range(first, first + sharing))
         for length, having in (*((queries, (holder,)) for holder in holders), (2 * config.kv_channels, holders)):
-            yield Run(position, position + length, having)
+            yield HeldRange(position, position + length, having)
             position += length

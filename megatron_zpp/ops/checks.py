@@ -19,7 +19,7 @@ def check_dtype(name: str, values: Tensor, dtypes: tuple[torch.dtype, ...]) -> N
 def check_values(name: str, values: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     check_dtype(name, values, dtypes)
     if values.dim() != 2:
-        raise ValueError(f"{name} has shape {list(values.shape)}; expected [slices, run].")
+        raise ValueError(f"{name} has shape {list(values.shape)}; expected [slices, numel].")
     check_inner_dim(name, values)
 
 

@@ -1,6 +1,6 @@
 """Gaussian codes of payload rows, 1 to 4 bits per value: encode, decode, and the mean that a descent needs.
 
-Every 256 values of a run share one bf16 scale; they are rotated with random signs, then take levels placed for a Gaussian. A payload row:
+Every 256 values of a row share one bf16 scale; they are rotated with random signs, then take levels placed for a Gaussian. A payload row:
 
     | scales bf16, padded to 16 bytes | codes | bytes of the caller, never touched |
 
@@ -35,13 +35,13 @@ from megatron_zpp.ops.payload import GAUSSIAN_ROUNDS, gaussian_bytes
 
 
 def encode_gaussian(values: Tensor, payloads: Tensor, *, bits: int, rounds: int, key: int) -> None:
-    """Fills scales and codes of `payloads` [slices, >= gaussian_bytes] uint8 from `values` [slices, run] fp32, bf16 or fp16.
+    """Fills scales and codes of `payloads` [slices, >= gaussian_bytes] uint8 from `values` [slices, numel] fp32, bf16 or fp16.
 
     A block with a value that is not finite decodes to NaN as a whole, and so does one with values near the largest of fp32.
     """
     check_values("values", values, VALUE_DTYPES)
-    slices, run_numel = values.shape
-    check_payloads("payloads", payloads, ("slices",), gaussian_bytes(run_numel, bits))
+    slices, row_numel = values.shape
+    check_payloads("payloads", payloads, ("slices",), gaussian_bytes(row_numel, bits))
     check_equal("slices of payloads", payloads.shape[0], slices)
     check_rows_apart("payloads", payloads)
     check_same_device(values=values, payloads=payloads)
@@ -50,13 +50,13 @@ def encode_gaussian(values: Tensor, payloads: Tensor, *, bits: int, rounds: int,
 
 
 def decode_gaussian(payloads: Tensor, values: Tensor, *, bits: int, rounds: int, keys: Sequence[int], accumulate: bool = False) -> None:
-    """Fills `values` [slices, run] fp32, bf16 or fp16 from `payloads` [slices, >= gaussian_bytes] uint8, or adds to them in fp32.
+    """Fills `values` [slices, numel] fp32, bf16 or fp16 from `payloads` [slices, >= gaussian_bytes] uint8, or adds to them in fp32.
 
     keys: one for each slice.
     """
     check_values("values", values, VALUE_DTYPES)
-    slices, run_numel = values.shape
-    check_payloads("payloads", payloads, ("slices",), gaussian_bytes(run_numel, bits))
+    slices, row_numel = values.shape
+    check_payloads("payloads", payloads, ("slices",), gaussian_bytes(row_numel, bits))
     check_equal("slices of payloads", payloads.shape[0], slices)
     check_equal("keys", len(keys), slices)
     check_rows_apart("values", values)
@@ -66,14 +66,14 @@ def decode_gaussian(payloads: Tensor, values: Tensor, *, bits: int, rounds: int,
 
 
 def decode_mean_gaussian(payloads: Tensor, mean: Tensor, *, bits: int, rounds: int, keys: Sequence[int], accumulate: bool) -> None:
-    """Writes the mean over members of `payloads` to `mean` [slices, run] fp32, or adds it.
+    """Writes the mean over members of `payloads` to `mean` [slices, numel] fp32, or adds it.
 
     payloads: [members, slices, >= gaussian_bytes] uint8. keys: one for each member. Members 0, 1, ... are decoded and summed in fp32 in
     this order, then divided by their number.
     """
     check_values("mean", mean, (torch.float32,))
-    slices, run_numel = mean.shape
-    check_payloads("payloads", payloads, ("members", "slices"), gaussian_bytes(run_numel, bits))
+    slices, row_numel = mean.shape
+    check_payloads("payloads", payloads, ("members", "slices"), gaussian_bytes(row_numel, bits))
     check_equal("slices of payloads", payloads.shape[1], slices)
     check_has_members(payloads)
     check_equal("keys", len(keys), payloads.shape[0])

@@ -65,17 +65,17 @@ class Parts(NamedTuple):
     planes: Tensor  # [slices, blocks * bits * 32] uint8
 
 
-def parts_of(payloads: Tensor, run_numel: int, bits: int) -> Parts:
-    scales_bytes = run_numel // NUMEL * GAUSSIAN_SCALE_BYTES
+def parts_of(payloads: Tensor, row_numel: int, bits: int) -> Parts:
+    scales_bytes = row_numel // NUMEL * GAUSSIAN_SCALE_BYTES
     planes_start = padded_bytes(scales_bytes)
-    return Parts(payloads[:, :scales_bytes], payloads[:, planes_start : planes_start + run_numel // 8 * bits])
+    return Parts(payloads[:, :scales_bytes], payloads[:, planes_start : planes_start + row_numel // 8 * bits])
 
 
 def encode_gaussian(values: Tensor, payloads: Tensor, bits: int, rounds: int, key: int) -> None:
     if values.numel() == 0:
         return
-    slices, run_numel = values.shape
-    parts = parts_of(payloads, run_numel, bits)
+    slices, row_numel = values.shape
+    parts = parts_of(payloads, row_numel, bits)
     blocks = values.float().reshape(-1, NUMEL)
     largest = blocks.abs().view(torch.int32).amax(-1, keepdim=True)
     is_finite = largest < INFINITY_BITS
@@ -172,12 +172,12 @@ def _codes(planes: Tensor) -> Tensor:
     return (digits << torch.arange(bits, device=planes.device).view(1, bits, 1, 1)).sum(1).view(-1, NUMEL)
 
 
-def _decoded(payloads: Tensor, run_numel: int, bits: int, rounds: int, key: int) -> Tensor:
-    """The values, fp32 [slices, run], of payloads [slices, bytes] from one sender."""
+def _decoded(payloads: Tensor, row_numel: int, bits: int, rounds: int, key: int) -> Tensor:
+    """The values, fp32 [slices, numel], of payloads [slices, bytes] from one sender."""
     slices = payloads.shape[0]
-    if slices == 0 or run_numel == 0:
-        return torch.empty(slices, run_numel, device=payloads.device)
-    parts = parts_of(payloads, run_numel, bits)
+    if slices == 0 or row_numel == 0:
+        return torch.empty(slices, row_numel, device=payloads.device)
+    parts = parts_of(payloads, row_numel, bits)
     # Cloned, because rows may be any number of bytes apart, and a view as bf16 needs a multiple of 2.
     scales = parts.scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float().view(-1, 1)
     codes = _codes(parts.planes.reshape(-1, bits, PLANE_BYTES))
@@ -185,4 +185,4 @@ def _decoded(payloads: Tensor, run_numel: int, bits: int, rounds: int, key: int)
     rotated = torch.where(codes & 1 != 0, -products, products)
     for signs in random_signs(key, rounds, payloads.device).flip(0):
         rotated = hadamard(rotated) * signs
-    return rotated.masked_fill(~scales.isfinite(), NAN).view(slices, run_numel)
+    return rotated.masked_fill(~scales.isfinite(), NAN).view(slices, row_numel)

@@ -15,9 +15,9 @@ from megatron_zpp.ops.extension import ops_for
 
 
 def mean_values(members: Tensor, mean: Tensor, *, accumulate: bool) -> None:
-    """Writes the mean over members to `mean` [slices, run], or adds it.
+    """Writes the mean over members to `mean` [slices, numel], or adds it.
 
-    members: [members, slices, run] fp32, bf16 or fp16. Members 0, 1, ... are summed in fp32 in this order, then divided by their number.
+    members: [members, slices, numel] fp32, bf16 or fp16. Members 0, 1, ... are summed in fp32 in this order, then divided by their number.
     mean: fp32, or of the dtype of `members`, to which the fp32 mean is rounded; then it is only written. The inner dim of both is
     contiguous. Raises ValueError for anything else, naming what it found and what it expected.
     """

@@ -16,30 +16,30 @@ GAUSSIAN_ROUNDS = (1, 2)
 PART_ALIGNMENT_BYTES = 16
 
 
-def coded_bytes(run_numel: int, bits: int, block_numel: int) -> int:
+def coded_bytes(row_numel: int, bits: int, block_numel: int) -> int:
     """Bytes of the codes and scales of a run in one payload row.
 
-    bits: 4 or 8. block_numel: a multiple of 32. run_numel: a multiple of block_numel. Raises ValueError for anything else.
+    bits: 4 or 8. block_numel: a multiple of 32. row_numel: a multiple of block_numel. Raises ValueError for anything else.
     """
     if bits not in BITS:
         raise ValueError(f"bits is {bits}; expected 4 or 8.")
     if block_numel <= 0 or block_numel % BLOCK_NUMEL_MULTIPLE:
         raise ValueError(f"block_numel is {block_numel}; expected a multiple of {BLOCK_NUMEL_MULTIPLE}.")
-    if run_numel < 0 or run_numel % block_numel:
-        raise ValueError(f"a run has {run_numel} values; expected a multiple of block_numel, {block_numel}.")
-    return padded_bytes(run_numel // 8 * bits) + padded_bytes(run_numel // block_numel * SCALE_BYTES)
+    if row_numel < 0 or row_numel % block_numel:
+        raise ValueError(f"a row has {row_numel} values; expected a multiple of block_numel, {block_numel}.")
+    return padded_bytes(row_numel // 8 * bits) + padded_bytes(row_numel // block_numel * SCALE_BYTES)
 
 
-def gaussian_bytes(run_numel: int, bits: int) -> int:
-    """Bytes of the scales and Gaussian codes of a run in one payload row.
+def gaussian_bytes(row_numel: int, bits: int) -> int:
+    """Bytes of the scales and Gaussian codes of a row of values, which a payload row has.
 
-    bits: 1 to 4. run_numel: a multiple of 256. Raises ValueError for anything else.
+    bits: 1 to 4. row_numel: a multiple of 256. Raises ValueError for anything else.
     """
     if bits not in GAUSSIAN_BITS:
         raise ValueError(f"bits is {bits}; expected 1, 2, 3 or 4.")
-    if run_numel < 0 or run_numel % GAUSSIAN_BLOCK_NUMEL:
-        raise ValueError(f"a run has {run_numel} values; expected a multiple of {GAUSSIAN_BLOCK_NUMEL}.")
-    return padded_bytes(run_numel // GAUSSIAN_BLOCK_NUMEL * GAUSSIAN_SCALE_BYTES) + run_numel // 8 * bits
+    if row_numel < 0 or row_numel % GAUSSIAN_BLOCK_NUMEL:
+        raise ValueError(f"a row has {row_numel} values; expected a multiple of {GAUSSIAN_BLOCK_NUMEL}.")
+    return padded_bytes(row_numel // GAUSSIAN_BLOCK_NUMEL * GAUSSIAN_SCALE_BYTES) + row_numel // 8 * bits
 
 
 def padded_bytes(part_bytes: int) -> int:

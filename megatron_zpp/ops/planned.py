@@ -64,9 +64,9 @@ def decode_mean_blocks(payloads: Tensor, mean: Tensor, *options: Any) -> None:
     _tell(summed=payloads.shape[0] * mean.numel())
 
 
-def recode_mean_blocks(payloads: Tensor, recoded: Tensor, run_numel: int, *options: Any) -> None:
+def recode_mean_blocks(payloads: Tensor, recoded: Tensor, row_numel: int, *options: Any) -> None:
     members, slices = payloads.shape[:2]
-    _tell(summed=members * slices * run_numel, encoded=slices * run_numel)
+    _tell(summed=members * slices * row_numel, encoded=slices * row_numel)
 
 
 def mean_values(members: Tensor, mean: Tensor, accumulate: bool) -> None:

@@ -1,6 +1,6 @@
 """Block quantization of payload rows: encode, decode, and the means that descents need.
 
-Every `block_numel` values of a run share one fp32 scale; codes have 8 or 4 bits (ZeRO++, arXiv 2306.10209). A payload row:
+Every `block_numel` values of a row share one fp32 scale; codes have 8 or 4 bits (ZeRO++, arXiv 2306.10209). A payload row:
 
     | codes, padded to 16 bytes | scales fp32, padded to 16 bytes | bytes of the caller, never touched |
 
@@ -31,7 +31,7 @@ from megatron_zpp.ops.payload import coded_bytes
 def encode_blocks(
     values: Tensor, payloads: Tensor, *, bits: int, block_numel: int, rotated: bool = False, noise_key: int | None = None
 ) -> None:
-    """Fills codes and scales of `payloads` [slices, >= coded_bytes] uint8 from `values` [slices, run] fp32, bf16 or fp16.
+    """Fills codes and scales of `payloads` [slices, >= coded_bytes] uint8 from `values` [slices, numel] fp32, bf16 or fp16.
 
     A block with a value that is not finite decodes to NaN.
     rotated: every 32 neighbours are rotated first; only decode_mean_blocks(rotated=True) restores the values.
@@ -39,8 +39,8 @@ def encode_blocks(
     None: codes are rounded to the nearest.
     """
     check_values("values", values, VALUE_DTYPES)
-    slices, run_numel = values.shape
-    check_payloads("payloads", payloads, ("slices",), coded_bytes(run_numel, bits, block_numel))
+    slices, row_numel = values.shape
+    check_payloads("payloads", payloads, ("slices",), coded_bytes(row_numel, bits, block_numel))
     check_equal("slices of payloads", payloads.shape[0], slices)
     check_rows_apart("payloads", payloads)
     check_same_device(values=values, payloads=payloads)
@@ -49,10 +49,10 @@ def encode_blocks(
 
 
 def decode_blocks(payloads: Tensor, values: Tensor, *, bits: int, block_numel: int) -> None:
-    """Fills `values` [slices, run] fp32, bf16 or fp16 from `payloads` [slices, >= coded_bytes] uint8."""
+    """Fills `values` [slices, numel] fp32, bf16 or fp16 from `payloads` [slices, >= coded_bytes] uint8."""
     check_values("values", values, VALUE_DTYPES)
-    slices, run_numel = values.shape
-    check_payloads("payloads", payloads, ("slices",), coded_bytes(run_numel, bits, block_numel))
+    slices, row_numel = values.shape
+    check_payloads("payloads", payloads, ("slices",), coded_bytes(row_numel, bits, block_numel))
     check_equal("slices of payloads", payloads.shape[0], slices)
     check_rows_apart("values", values)
     check_same_device(payloads=payloads, values=values)
@@ -60,14 +60,14 @@ def decode_blocks(payloads: Tensor, values: Tensor, *, bits: int, block_numel: i
 
 
 def decode_mean_blocks(payloads: Tensor, mean: Tensor, *, bits: int, block_numel: int, accumulate: bool, rotated: bool = False) -> None:
-    """Writes the mean over members of `payloads` to `mean` [slices, run] fp32, or adds it.
+    """Writes the mean over members of `payloads` to `mean` [slices, numel] fp32, or adds it.
 
     payloads: [members, slices, >= coded_bytes] uint8. Members 0, 1, ... are summed in fp32 in this order, then divided by their number.
     rotated: the payloads hold rotated values, and the mean is rotated back.
     """
     check_values("mean", mean, (torch.float32,))
-    slices, run_numel = mean.shape
-    check_payloads("payloads", payloads, ("members", "slices"), coded_bytes(run_numel, bits, block_numel))
+    slices, row_numel = mean.shape
+    check_payloads("payloads", payloads, ("members", "slices"), coded_bytes(row_numel, bits, block_numel))
     check_equal("slices of payloads", payloads.shape[1], slices)
     check_has_members(payloads)
     check_rows_apart("mean", mean)
@@ -76,18 +76,18 @@ def decode_mean_blocks(payloads: Tensor, mean: Tensor, *, bits: int, block_numel
 
 
 def recode_mean_blocks(
-    payloads: Tensor, recoded: Tensor, *, run_numel: int, bits: int, next_bits: int, block_numel: int, noise_key: int | None = None
+    payloads: Tensor, recoded: Tensor, *, row_numel: int, bits: int, next_bits: int, block_numel: int, noise_key: int | None = None
 ) -> None:
     """Fills codes and scales of `recoded` with the mean over members of `payloads`, encoded with next_bits.
 
     payloads: [members, slices, >= coded_bytes] uint8. recoded: [slices, >= coded_bytes at next_bits] uint8.
     Gives the same bits as decode_mean_blocks into fp32, then encode_blocks with `noise_key`. If `payloads` are rotated, so is `recoded`.
     """
-    check_payloads("payloads", payloads, ("members", "slices"), coded_bytes(run_numel, bits, block_numel))
-    check_payloads("recoded", recoded, ("slices",), coded_bytes(run_numel, next_bits, block_numel))
+    check_payloads("payloads", payloads, ("members", "slices"), coded_bytes(row_numel, bits, block_numel))
+    check_payloads("recoded", recoded, ("slices",), coded_bytes(row_numel, next_bits, block_numel))
     check_equal("slices of recoded", recoded.shape[0], payloads.shape[1])
     check_has_members(payloads)
     check_rows_apart("recoded", recoded)
     check_same_device(payloads=payloads, recoded=recoded)
     check_noise_key(noise_key)
-    ops_for(recoded, reference).recode_mean_blocks(payloads, recoded, run_numel, bits, next_bits, block_numel, noise_key)
+    ops_for(recoded, reference).recode_mean_blocks(payloads, recoded, row_numel, bits, next_bits, block_numel, noise_key)

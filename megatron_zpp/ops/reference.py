@@ -16,7 +16,7 @@ noise_key: rounding is stochastic. The mean over keys of code * scale is x, so t
 
     code = rint(clamp(x / scale, -Q, Q) + w)        w = (2k + 1) / 2^17 - 1/2, with k one of 0 .. 65535, all equally likely
 
-k is a function of the key and of the value's index in [slices, run], row by row: one 32-bit hash serves two neighbours.
+k is a function of the key and of the value's index in [slices, numel], row by row: one 32-bit hash serves two neighbours.
 
 Results that are NaN have the bits 0x7fc00000 in fp32, 0x7fc0 in bf16 and 0x7e00 in fp16, because the NaNs of processors differ.
 megatron_zpp.ops.quantization has checked the arguments.
@@ -40,15 +40,15 @@ UINT64 = 2**64 - 1
 class Parts(NamedTuple):
     """Views of the two parts of payload rows [slices, bytes] that the ops read and write."""
 
-    codes: Tensor  # [slices, run * bits / 8] uint8
-    scales: Tensor  # [slices, run / block * 4] uint8, the bytes of fp32 values
+    codes: Tensor  # [slices, numel * bits / 8] uint8
+    scales: Tensor  # [slices, numel / block * 4] uint8, the bytes of fp32 values
 
 
-def parts_of(payloads: Tensor, run_numel: int, bits: int, block_numel: int) -> Parts:
+def parts_of(payloads: Tensor, row_numel: int, bits: int, block_numel: int) -> Parts:
     """Codes and scales of rows `| codes, padded to 16 bytes | scales, padded to 16 bytes | bytes of the caller |`."""
-    codes_bytes = run_numel * bits // 8
+    codes_bytes = row_numel * bits // 8
     scales_start = padded_bytes(codes_bytes)
-    scales_bytes = run_numel // block_numel * SCALE_BYTES
+    scales_bytes = row_numel // block_numel * SCALE_BYTES
     return Parts(payloads[:, :codes_bytes], payloads[:, scales_start : scales_start + scales_bytes])
 
 
@@ -57,10 +57,10 @@ def encode_blocks(
 ) -> None:
     if values.numel() == 0:
         return
-    slices, run_numel = values.shape
-    parts = parts_of(payloads, run_numel, bits, block_numel)
+    slices, row_numel = values.shape
+    parts = parts_of(payloads, row_numel, bits, block_numel)
     wide = _rotated(values.float()) if rotated else values.float()
-    blocks = wide.reshape(slices, run_numel // block_numel, block_numel)
+    blocks = wide.reshape(slices, row_numel // block_numel, block_numel)
     largest_code = torch.full((), 2 ** (bits - 1) - 1, dtype=torch.float32, device=values.device)
     largest = blocks.abs().amax(-1)
     scales = _divided(largest, largest_code).masked_fill(~largest.isfinite(), NAN)
@@ -68,7 +68,7 @@ def encode_blocks(
     if noise_key is not None:
         quotients += noise(noise_key, torch.arange(values.numel() // 2, device=values.device)).view(quotients.shape)
     has_codes = (scales > 0).unsqueeze(-1)
-    parts.codes.copy_(_packed(torch.where(has_codes, quotients.round(), 0).to(torch.int8).view(slices, run_numel), bits))
+    parts.codes.copy_(_packed(torch.where(has_codes, quotients.round(), 0).to(torch.int8).view(slices, row_numel), bits))
     parts.scales.copy_(scales.view(torch.uint8))
 
 
@@ -93,15 +93,15 @@ def decode_mean_blocks(payloads: Tensor, mean: Tensor, bits: int, block_numel: i
 
 
 def recode_mean_blocks(
-    payloads: Tensor, recoded: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int, noise_key: int | None = None
+    payloads: Tensor, recoded: Tensor, row_numel: int, bits: int, next_bits: int, block_numel: int, noise_key: int | None = None
 ) -> None:
-    mean = torch.empty(recoded.shape[0], run_numel, dtype=torch.float32, device=payloads.device)
+    mean = torch.empty(recoded.shape[0], row_numel, dtype=torch.float32, device=payloads.device)
     decode_mean_blocks(payloads, mean, bits, block_numel, accumulate=False)
     encode_blocks(mean, recoded, next_bits, block_numel, False, noise_key)
 
 
 def mean_values(members: Tensor, mean: Tensor, accumulate: bool) -> None:
-    """Writes the mean of members [members, slices, run] to `mean` [slices, run], or adds it. Here alone a NaN may have any NaN's bits."""
+    """Writes the mean of members [members, slices, numel] to `mean` [slices, numel], or adds it. Here alone a NaN may have any NaN's bits."""
     writes_at_once = mean.dtype == torch.float32 and not accumulate
     total = mean if writes_at_once else torch.empty(mean.shape, dtype=torch.float32, device=mean.device)
     total.copy_(members[0])
@@ -153,7 +153,7 @@ def hashed(counters: Tensor, words: Tensor) -> Tensor:
 
 
 def _rotated(values: Tensor) -> Tensor:
-    """Multiplies every 32 neighbours of fp32 values [slices, run] by the Hadamard matrix, in five stages of sums and differences."""
+    """Multiplies every 32 neighbours of fp32 values [slices, numel] by the Hadamard matrix, in five stages of sums and differences."""
     for distance in (1, 2, 4, 8, 16):
         low, high = values.reshape(-1, 2, distance).unbind(1)
         values = torch.stack([low + high, low - high], dim=1).view(values.shape)
@@ -165,19 +165,19 @@ def _divided(dividend: Tensor, divisor: Tensor) -> Tensor:
     return torch.div(dividend, divisor)
 
 
-def _decoded(payloads: Tensor, run_numel: int, bits: int, block_numel: int) -> Tensor:
+def _decoded(payloads: Tensor, row_numel: int, bits: int, block_numel: int) -> Tensor:
     slices = payloads.shape[0]
-    if slices == 0 or run_numel == 0:
-        return torch.empty(slices, run_numel, device=payloads.device)
-    parts = parts_of(payloads, run_numel, bits, block_numel)
+    if slices == 0 or row_numel == 0:
+        return torch.empty(slices, row_numel, device=payloads.device)
+    parts = parts_of(payloads, row_numel, bits, block_numel)
     # Cloned, because rows may be any number of bytes apart, and a view as fp32 needs a multiple of 4.
     scales = parts.scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
-    codes = _unpacked(parts.codes, bits).float().view(slices, run_numel // block_numel, block_numel)
-    return (codes * scales.unsqueeze(-1)).view(slices, run_numel)
+    codes = _unpacked(parts.codes, bits).float().view(slices, row_numel // block_numel, block_numel)
+    return (codes * scales.unsqueeze(-1)).view(slices, row_numel)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """The bytes, uint8 [slices, run * bits / 8], of codes [slices, run] int8."""
+    """The bytes, uint8 [slices, numel * bits / 8], of codes [slices, numel] int8."""
     if bits == 8:
         return codes.view(torch.uint8)
     low, high = codes[:, 0::2].view(torch.uint8), codes[:, 1::2].view(torch.uint8)
@@ -185,7 +185,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """The codes, int8 [slices, run], in bytes [slices, run * bits / 8] uint8."""
+    """The codes, int8 [slices, numel], in bytes [slices, numel * bits / 8] uint8."""
     if bits == 8:
         return packed.view(torch.int8)
     # Shifts of int8 keep the sign.

@@ -1,9 +1,9 @@
 """How a parameter is divided over the tensor ranks of a group: what each of them holds, as stripes of the whole (no torch).
 
 Every parameter is seen as a matrix: one of one dim has one column, one of more than two dims has a row for each index of its first dim,
-and one of no dims is a single element. It is divided by rows, or by columns if it has two dims. Each tensor rank holds one or more runs of
-them, one after the other. A run may have several holders, such as the keys of a group of queries that is spread over two ranks. The
-parameter [6, 2], its rows in runs of which two ranks hold the last:
+and one of no dims is a single element. It is divided by rows, or by columns if it has two dims. Each tensor rank holds one or more ranges of
+them, one after the other. A range may have several holders, such as the keys of a group of queries that is spread over two ranks. The
+parameter [6, 2], its rows in ranges of which two ranks hold the last:
 
     rows 0 1    holders 0        rank 0 has rows 0 1 4 5
     rows 2 3    holders 1        rank 1 has rows 2 3 4 5
@@ -29,7 +29,7 @@ class Gradient(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Run:
+class HeldRange:
     """Rows, columns or elements [start, stop) of a whole parameter, and the tensor ranks that hold them, ascending."""
 
     start: int
@@ -74,15 +74,15 @@ class SharedRange:
 class Division:
     """The part of tensor rank `rank` in a parameter of shape `shape`.
 
-    dim: 0 if `runs` are rows or elements, 1 if they are columns; only a parameter of two dims is divided by columns. gradient: on each
-    holder of a run that has several.
-    Raises UserError unless the runs cover the dim from its start to its end, each has a holder, and the rank holds a run; a rank holds
-    at most one run of columns.
+    dim: 0 if `ranges` are rows or elements, 1 if they are columns; only a parameter of two dims is divided by columns. gradient: on each
+    holder of a range that has several.
+    Raises UserError unless the ranges cover the dim from its start to its end, each has a holder, and the rank holds a range; a rank holds
+    at most one range of columns.
     """
 
     shape: tuple[int, ...]
     dim: int
-    runs: tuple[Run, ...]
+    ranges: tuple[HeldRange, ...]
     rank: int
     gradient: Gradient = Gradient.WHOLE
 
@@ -91,20 +91,20 @@ class Division:
             raise UserError(f"a parameter of shape {self.shape} cannot be divided along dim {self.dim}")
         extent = (_rows(self.shape), self.width)[self.dim]
         position = 0
-        for run in self.runs:
-            if run.start != position or run.stop <= run.start or not run.holders or list(run.holders) != sorted(set(run.holders)):
-                raise UserError(f"{run} does not continue the runs of dim {self.dim} of {self.shape} at {position}")
-            position = run.stop
+        for held in self.ranges:
+            if held.start != position or held.stop <= held.start or not held.holders or list(held.holders) != sorted(set(held.holders)):
+                raise UserError(f"{held} does not continue the ranges of dim {self.dim} of {self.shape} at {position}")
+            position = held.stop
         if position != extent:
-            raise UserError(f"the runs of dim {self.dim} of {self.shape} end at {position}")
-        if len(self._own_runs) != 1 and (self.dim == 1 or (extent > 0 and not self._own_runs)):
-            raise UserError(f"tensor rank {self.rank} holds {len(self._own_runs)} runs of dim {self.dim} of {self.shape}")
+            raise UserError(f"the ranges of dim {self.dim} of {self.shape} end at {position}")
+        if len(self._own) != 1 and (self.dim == 1 or (extent > 0 and not self._own)):
+            raise UserError(f"tensor rank {self.rank} holds {len(self._own)} ranges of dim {self.dim} of {self.shape}")
 
     @classmethod
     def undivided(cls, shape: tuple[int, ...], ranks: int = 1, rank: int = 0, gradient: Gradient = Gradient.WHOLE) -> Division:
         """A parameter that each of `ranks` ranks has as a whole."""
         rows = _rows(shape)
-        return cls(shape, 0, (Run(0, rows, tuple(range(ranks))),) if rows else (), rank, gradient)
+        return cls(shape, 0, (HeldRange(0, rows, tuple(range(ranks))),) if rows else (), rank, gradient)
 
     @classmethod
     def evenly(cls, shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> Division:
@@ -112,11 +112,11 @@ class Division:
         if shape[dim] % ranks:
             raise UserError(f"{ranks} tensor ranks do not divide dim {dim} of {shape}")
         length = shape[dim] // ranks
-        return cls(shape, dim, tuple(Run(part * length, (part + 1) * length, (part,)) for part in range(ranks)), rank)
+        return cls(shape, dim, tuple(HeldRange(part * length, (part + 1) * length, (part,)) for part in range(ranks)), rank)
 
     @cached_property
-    def _own_runs(self) -> tuple[Run, ...]:
-        return tuple(run for run in self.runs if self.rank in run.holders)
+    def _own(self) -> tuple[HeldRange, ...]:
+        return tuple(held for held in self.ranges if self.rank in held.holders)
 
     @property
     def numel(self) -> int:
@@ -133,23 +133,23 @@ class Division:
         """The shape of the rank's part."""
         if not self.shape:
             return ()
-        length = sum(run.stop - run.start for run in self._own_runs)
+        length = sum(held.stop - held.start for held in self._own)
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
     def stripes(self, start: int, stop: int) -> Iterator[PlacedStripe]:
-        """The stripes of elements [start, stop) of the flattened part, in order; neighbouring runs are one stripe."""
+        """The stripes of elements [start, stop) of the flattened part, in order; neighbouring ranges are one stripe."""
         if self.dim == 1:
-            (run,) = self._own_runs
+            (held,) = self._own
             if start < stop:
-                yield PlacedStripe(start, Stripe((run.start, run.stop), start, stop))
+                yield PlacedStripe(start, Stripe((held.start, held.stop), start, stop))
             return
         width = self.width
         pending: PlacedStripe | None = None
-        for offset, run in self._placed_runs():
-            begin, end = max(start, offset), min(stop, offset + (run.stop - run.start) * width)
+        for offset, held in self._placed():
+            begin, end = max(start, offset), min(stop, offset + (held.stop - held.start) * width)
             if begin >= end:
                 continue
-            shift = run.start * width - offset
+            shift = held.start * width - offset
             if pending is not None and pending.stripe.stop == begin + shift:
                 pending = PlacedStripe(pending.offset, Stripe((0, width), pending.stripe.start, end + shift))
                 continue
@@ -162,23 +162,23 @@ class Division:
     def shared(self) -> Iterator[SharedRange]:
         """The ranges of the flattened part that other ranks hold, too, in order."""
         if self.dim == 1:
-            (run,) = self._own_runs
-            if len(run.holders) > 1:
-                yield self._shared_range(0, math.prod(self.local_shape), run)
+            (held,) = self._own
+            if len(held.holders) > 1:
+                yield self._shared_range(0, math.prod(self.local_shape), held)
             return
-        for offset, run in self._placed_runs():
-            if len(run.holders) > 1 and self.width > 0:
-                yield self._shared_range(offset, offset + (run.stop - run.start) * self.width, run)
+        for offset, held in self._placed():
+            if len(held.holders) > 1 and self.width > 0:
+                yield self._shared_range(offset, offset + (held.stop - held.start) * self.width, held)
 
-    def _shared_range(self, start: int, stop: int, run: Run) -> SharedRange:
-        return SharedRange(start, stop, run.holders, self.rank == run.holders[0], self.gradient)
+    def _shared_range(self, start: int, stop: int, held: HeldRange) -> SharedRange:
+        return SharedRange(start, stop, held.holders, self.rank == held.holders[0], self.gradient)
 
-    def _placed_runs(self) -> Iterator[tuple[int, Run]]:
-        """The rank's runs of rows, each with the offset of its first element in the flattened part."""
+    def _placed(self) -> Iterator[tuple[int, HeldRange]]:
+        """The rank's ranges of rows, each with the offset of its first element in the flattened part."""
         offset = 0
-        for run in self._own_runs:
-            yield offset, run
-            offset += (run.stop - run.start) * self.width
+        for held in self._own:
+            yield offset, held
+            offset += (held.stop - held.start) * self.width
 
 
 def _rows(shape: tuple[int, ...]) -> int:

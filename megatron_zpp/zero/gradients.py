@@ -49,7 +49,7 @@ class UnitGradient:
         # A secondary rung holds the slices of the N ranks of a column, in the order of their partitions.
         own = {Rung.PRIMARY: 0, Rung.SECONDARY: topology.partition_of(links.data_rank), Rung.FULL: own_slice}[policy.gradients]
         self.total = torch.zeros(policy.gradients.slices(topology) * layout.slice_numel, dtype=torch.float32, device=links.device)
-        self.resting = Regions.of(self.total, layout.runs)
+        self.resting = Regions.of(self.total, layout.slice_shape)
         self.primary = self.resting.slice_at(own)
         self.for_optimizer = self.resting if policy.optimizer is Rung.FULL else self.primary
         self.reached: set[int] = set()
@@ -129,9 +129,9 @@ class UnitGradient:
     def _climb_back(self) -> None:
         if self._policy.optimizer is not Rung.FULL:
             return
-        links, codecs, runs = self._links, self._mean_codecs, self.layout.runs
-        climb = Climb(self.name, runs, codecs, lambda payload: codecs.inter.encode_into(self.primary, payload))
-        payload_bytes = codecs.inter.payload_bytes(runs)
+        links, codecs, slice_shape = self._links, self._mean_codecs, self.layout.slice_shape
+        climb = Climb(self.name, slice_shape, codecs, lambda payload: codecs.inter.encode_into(self.primary, payload))
+        payload_bytes = codecs.inter.payload_bytes(slice_shape)
         self._mean_payloads = links.staging.take(links.partitions * payload_bytes)
         payloads = self._mean_payloads.view(-1, payload_bytes)
         secondary = links.climb_to_secondary(climb, payloads, self._hops[-1])
@@ -183,7 +183,7 @@ class _Collector:
         self._small.clear()
         self._arrived.clear()
         self._adds = self._sums is not None
-        return Regions.of(self._flat(), self._layout.runs)
+        return Regions.of(self._flat(), self._layout.slice_shape)
 
     def start_step(self) -> None:
         """Begins a step: the next micro-batch is its first."""

@@ -7,7 +7,7 @@ of them owns one: it alone has the main weights of that slice. After a step
     every rank        copy = working dtype (fp32 (copy) + decoded difference), for all N slices, its own as well
 
 So all copies have the same bits, and what the code of a difference lost is part of the next difference. Parameters of one dimension (the
-exact run) cross as values instead. The first version of a copy is a plain climb of the owners' slices; so is one after `restart`.
+exact values) cross as values instead. The first version of a copy is a plain climb of the owners' slices; so is one after `restart`.
 
 If main weights are kept on a host with memory of its own, differences are taken there, from a mirror of the own slice: it gets the same
 values as the copy on the device, from the payload that is sent.
@@ -44,17 +44,17 @@ class KeptCopy:
         self._links = links
         self._link = home.link
         self._codec = CastCodec(dtype)
-        self.whole_bytes = self._codec.payload_bytes(layout.runs)
+        self.whole_bytes = self._codec.payload_bytes(layout.slice_shape)
         self.payloads: Tensor | None = None
         first_slice = links.own_slice - links.topology.partition_of(links.data_rank)
         if full is None:
             self.payloads = torch.zeros(links.partitions, self.whole_bytes, dtype=torch.uint8, device=links.device)
-            self.values = self._codec.regions_of(self.payloads, layout.runs)
+            self.values = self._codec.regions_of(self.payloads, layout.slice_shape)
         else:
-            self.values = Regions.of(full, layout.runs).slices_at(first_slice, links.partitions)
+            self.values = Regions.of(full, layout.slice_shape).slices_at(first_slice, links.partitions)
         self._own_index = links.own_slice - first_slice
         self.mirror = home.zeros(layout.slice_numel, dtype) if home.link.copies else None
-        self.own = self.values.slice_at(self._own_index) if self.mirror is None else Regions.of(self.mirror, layout.runs)
+        self.own = self.values.slice_at(self._own_index) if self.mirror is None else Regions.of(self.mirror, layout.slice_shape)
         self._paddings = [tuple(layout.paddings(first_slice + index, 1)) for index in range(links.partitions)]
         self._is_shared = False
         self._own_is_filled = False
@@ -69,21 +69,21 @@ class KeptCopy:
 
         main: the main weights of the own slice, [1 slice]. iteration: number of steps done; random codes are drawn from it.
         """
-        name, runs, links = self._name, self._layout.runs, self._links
+        name, slice_shape, links = self._name, self._layout.slice_shape, self._links
         if codecs.inter == self._codec:
             self.restart()
         if not self._is_shared:
             self._is_shared = True
             return Climb(
                 name,
-                runs,
+                slice_shape,
                 LinkCodecs(self._codec, self._codec),
                 lambda payload: self._link.encode(partial(self._encode_whole, main), payload),
             )
         signed = codecs.signed_for(links.topology, links.data_rank, "climb", name, iteration)
         return Climb(
             name,
-            runs,
+            slice_shape,
             signed,
             lambda payload: self._link.encode(partial(self._encode_difference, main, signed.inter), payload),
             lambda arrived, payloads: self._add(signed, arrived, payloads),

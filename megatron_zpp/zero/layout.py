@@ -1,7 +1,7 @@
 """Places every element of a unit, on every rung of every rank (pure arithmetic, no torch).
 
 A unit has two regions: *blocks* (parameters of two or more dimensions, each starting at a quantization-block boundary) and *exact*
-(parameters of one dimension). Each region is padded with zeros to a multiple of slices x block and cut into equal runs, one per slice.
+(parameters of one dimension). Each region is padded with zeros to a multiple of slices x block and cut into equal parts, one per slice.
 The unit of a `weight` [3, 3] and a `bias` [3], cut into 4 slices with blocks of 4 elements (w: weight, b: bias, .: padding):
 
     region      blocks                            exact
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron_zpp.comm.code import Runs
+from megatron_zpp.comm.code import SliceShape
 from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.system.user_error import UserError
@@ -73,37 +73,37 @@ class FlatLayout:
         self.blocks_numel = next_multiple(blocks_end, granule)
         self.exact_numel = next_multiple(exact_end, granule)
         self.numel = self.blocks_numel + self.exact_numel
-        self.runs = Runs(self.blocks_numel // slices, self.exact_numel // slices)
-        self.slice_numel = self.runs.numel
+        self.slice_shape = SliceShape(self.blocks_numel // slices, self.exact_numel // slices)
+        self.slice_numel = self.slice_shape.numel
         self.params = tuple(
             [PlacedParam(spec, offset, _numel(spec)) for spec, offset in zip(blocks, blocks_offsets, strict=True)]
             + [PlacedParam(spec, self.blocks_numel + offset, _numel(spec)) for spec, offset in zip(exact, exact_offsets, strict=True)]
         )
 
-    def runs_of(self, first: int, slices: int) -> tuple[tuple[Range, int], tuple[Range, int]]:
+    def ranges_of(self, first: int, slices: int) -> tuple[tuple[Range, int], tuple[Range, int]]:
         """The two ranges of the flat unit that hold `slices` slices from `first` on, each with its offset in the buffer of those slices."""
-        blocks = Range(first * self.runs.blocks, (first + slices) * self.runs.blocks)
-        exact = Range(self.blocks_numel + first * self.runs.exact, self.blocks_numel + (first + slices) * self.runs.exact)
-        return (blocks, 0), (exact, slices * self.runs.blocks)
+        blocks = Range(first * self.slice_shape.blocks, (first + slices) * self.slice_shape.blocks)
+        exact = Range(self.blocks_numel + first * self.slice_shape.exact, self.blocks_numel + (first + slices) * self.slice_shape.exact)
+        return (blocks, 0), (exact, slices * self.slice_shape.blocks)
 
     def segments(self, first: int, slices: int) -> Iterator[Segment]:
         """The segments in the flat buffer of `slices` slices from `first` on, in order.
 
         Those of a parameter are cut where elements begin or end that other tensor ranks share.
         """
-        for run, base in self.runs_of(first, slices):
+        for range_, base in self.ranges_of(first, slices):
             for param in self.params:
-                start = max(run.start, param.offset)
-                stop = min(run.stop, param.offset + param.numel)
+                start = max(range_.start, param.offset)
+                stop = min(range_.stop, param.offset + param.numel)
                 if start < stop:
-                    yield from _segments(param.spec, start - param.offset, stop - param.offset, base + start - run.start)
+                    yield from _segments(param.spec, start - param.offset, stop - param.offset, base + start - range_.start)
 
     def paddings(self, first: int, slices: int) -> Iterator[Range]:
         """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order.
 
         No range spans the two regions. Padding holds zeros; where a codec has written to it, UnitGradient.clear_padding restores them.
         """
-        boundary, stop = slices * self.runs.blocks, slices * self.slice_numel
+        boundary, stop = slices * self.slice_shape.blocks, slices * self.slice_numel
         end = 0
         for segment in self.segments(first, slices):
             yield from _gap(end, segment.offset, boundary)
@@ -116,7 +116,7 @@ class FlatLayout:
         Padding belongs to the range of the segment before it, and is left out if there is none in the region. That does no harm: zeros
         stay zeros under AdamW and add nothing to a norm.
         """
-        boundary, end = slices * self.runs.blocks, slices * self.slice_numel
+        boundary, end = slices * self.slice_shape.blocks, slices * self.slice_numel
         segments = list(self.segments(first, slices))
         yield from _cut(Range(0, boundary), [segment for segment in segments if segment.offset < boundary], key)
         yield from _cut(Range(boundary, end), [segment for segment in segments if segment.offset >= boundary], key)

@@ -55,7 +55,7 @@ def _pieces(engine: ZeroEngine, only_slice: int | None, *, only_counted: bool) -
     for unit, moments in zip(engine.units, engine.optimizer.moments, strict=True):
         first, count = (unit.first_slice, unit.slices) if only_slice is None else (only_slice, 1)
         states = {
-            state: Regions.of(flat, unit.layout.runs).slices_at(first - unit.first_slice, count)
+            state: Regions.of(flat, unit.layout.slice_shape).slices_at(first - unit.first_slice, count)
             for state, flat in {WEIGHT: unit.main_weight, **moments}.items()
         }
         if unit.kept is not None:

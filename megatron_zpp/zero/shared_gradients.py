@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.code import Runs
+from megatron_zpp.comm.code import SliceShape
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.division import Division, Gradient, SharedRange
@@ -122,7 +122,7 @@ def shared_places(layouts: Sequence[FlatLayout], first: int, slices: int, tensor
 
 def most_shared_numel(layouts: Sequence[FlatLayout], slices: int) -> int:
     """The most shared elements that a rank may have in `slices` slices of all units; those that it has in all slices."""
-    return sum(min(shared, slices * run) for layout in layouts for shared, run in _by_region(layout))
+    return sum(min(shared, slices * numel) for layout in layouts for shared, numel in _by_region(layout))
 
 
 def sharing_received_bytes(numel: int, tensor_ranks: int) -> int:
@@ -131,11 +131,11 @@ def sharing_received_bytes(numel: int, tensor_ranks: int) -> int:
 
 
 def _by_region(layout: FlatLayout) -> Iterator[tuple[int, int]]:
-    """The shared elements of the blocks and of the exact region, each with the length of its run."""
-    runs: Runs = layout.runs
-    for run, is_exact in ((runs.blocks, False), (runs.exact, True)):
+    """The shared elements of the blocks and of the exact region, each with the elements that a slice has of it."""
+    shape: SliceShape = layout.slice_shape
+    for numel, is_exact in ((shape.blocks, False), (shape.exact, True)):
         params = [param.spec for param in layout.params if (len(param.spec.shape) <= 1) == is_exact]
-        yield sum(shared.stop - shared.start for spec in params for shared in spec.shared), run
+        yield sum(shared.stop - shared.start for spec in params for shared in spec.shared), numel
 
 
 def _shared_index(segment: Segment) -> int | None:
@@ -146,7 +146,7 @@ def _shared_index(segment: Segment) -> int | None:
 
 def _sharings(spec: ParamSpec, tensor_ranks: int) -> list[Sharing]:
     """How each of the parameter's shared ranges is held."""
-    holders = {holder for run in spec.division.runs for holder in run.holders}
+    holders = {holder for held in spec.division.ranges for holder in held.holders}
     if holders and holders != set(range(tensor_ranks)):
         raise RuntimeError(f"parameter {spec.name}: it is divided over tensor ranks {sorted(holders)}, and there are {tensor_ranks}")
     parts = [replace(spec.division, rank=rank) for rank in range(tensor_ranks)]

@@ -56,7 +56,7 @@ class WeightUnit:
         self._residency: Residency[Hop] = Residency(policy, links.topology)
         self._full = torch.empty(layout.numel, dtype=dtype, device=device)
         self._full_bytes = self._full.untyped_storage().nbytes()
-        self._full_regions = Regions.of(self._full, layout.runs)
+        self._full_regions = Regions.of(self._full, layout.slice_shape)
         self._secondary: Tensor | None = None  # [N, payload_bytes] uint8
         self._own_payload: Tensor | None = None  # [1, payload_bytes] uint8
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -66,13 +66,13 @@ class WeightUnit:
         self._release(Rung.FULL)
         self.first_slice, self.slices = (0, layout.slices) if policy.optimizer is Rung.FULL else (links.own_slice, 1)
         self.main_weight = self._home.zeros(self.slices * layout.slice_numel, torch.float32)
-        self._main_regions = Regions.of(self.main_weight, layout.runs)
+        self._main_regions = Regions.of(self.main_weight, layout.slice_shape)
         for segment in layout.segments(self.first_slice, self.slices):
             stop = segment.offset + segment.stop - segment.start
             self.main_weight[segment.offset : stop].copy_(segment.spec.initial_values(segment.start, segment.stop))
         self._iteration = 0
         self.kept = self._make_kept(dtype) if policy.keeps_copy else None
-        self._home.link.reserve(max(codecs.inter.payload_bytes(layout.runs), self.kept.whole_bytes if self.kept is not None else 0))
+        self._home.link.reserve(max(codecs.inter.payload_bytes(layout.slice_shape), self.kept.whole_bytes if self.kept is not None else 0))
 
     def _make_kept(self, dtype: torch.dtype) -> KeptCopy:
         if self._policy.weights_in_step is not Rung.FULL:
@@ -108,14 +108,14 @@ class WeightUnit:
 
     def _to_secondary(self) -> tuple[Climb, Tensor]:
         """The climb to the secondary rung, and its payloads."""
-        runs, kept = self.layout.runs, self.kept
+        slice_shape, kept = self.layout.slice_shape, self.kept
         payloads = kept.payloads if kept is not None else None
         if payloads is None:
-            payload_bytes = self._codecs.intra.payload_bytes(runs)
+            payload_bytes = self._codecs.intra.payload_bytes(slice_shape)
             payloads = self._links.staging.take(self._links.partitions * payload_bytes).view(-1, payload_bytes)
         self._secondary = payloads
         if kept is None:
-            return Climb(self.name, runs, self._codecs, self._encoder_of_own()), payloads
+            return Climb(self.name, slice_shape, self._codecs, self._encoder_of_own()), payloads
         return kept.climb(self.main_regions(), self._codecs, self._iteration), payloads
 
     @property
@@ -204,7 +204,7 @@ class WeightUnit:
             return encode
         own = self._own_payload
         if own is None:
-            own = self._own_payload = self._full.new_empty((1, codec.payload_bytes(self.layout.runs)), dtype=torch.uint8)
+            own = self._own_payload = self._full.new_empty((1, codec.payload_bytes(self.layout.slice_shape)), dtype=torch.uint8)
         is_first = not self._residency.is_fresh(Rung.PRIMARY)
 
         def copy_own(payload: Tensor) -> None:

@@ -268,12 +268,12 @@ def test_the_part_speed_calls_every_kernel_and_knows_the_bytes_that_each_call_mo
     for module, kernel in product((reference, gaussian_reference, dropout_reference, softmax_reference), kernels):
         if hasattr(module, kernel):
             monkeypatch.setattr(module, kernel, noting(called, kernel, getattr(module, kernel)))
-    run_numel = 3 * speed.BLOCK_NUMEL
-    for codes, name, make in timed_ops(speed.SLICES, run_numel, speed.BLOCK_NUMEL, "cpu"):
+    row_numel = 3 * speed.BLOCK_NUMEL
+    for codes, name, make in timed_ops(speed.SLICES, row_numel, speed.BLOCK_NUMEL, "cpu"):
         call, moved_bytes = make()
         called.append("")
         call()
-        assert moved_bytes > speed.SLICES * run_numel, (codes, name)  # three payloads of 4 bits are least
+        assert moved_bytes > speed.SLICES * row_numel, (codes, name)  # three payloads of 4 bits are least
     first_of_each_call = {kernel for before, kernel in pairwise(called) if before == ""}
     assert first_of_each_call == set(kernels)
 

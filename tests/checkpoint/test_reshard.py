@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, StoredPiece
-from megatron_zpp.checkpoint.reshard import ByteRun, MissingElementsError, PieceIndex, chunk_runs
+from megatron_zpp.checkpoint.reshard import ByteRange, MissingElementsError, PieceIndex, chunk_ranges
 from megatron_zpp.checkpoint.source import RowSteps, Source
 from megatron_zpp.parallel.division import Stripe
 from megatron_zpp.parallel.stripes import column_numel, columns_of
@@ -208,7 +208,7 @@ def test_the_chunks_that_ranges_touch_are_read_once_each_and_no_others(
     file_bytes = 400
     wanted = sorted((start, min(start + length, file_bytes)) for start, length in ranges)
     touched = {byte // chunk_bytes for start, end in wanted for byte in range(start, end)}
-    runs = list(chunk_runs(wanted, chunk_bytes, file_bytes, most_chunks))
+    runs = list(chunk_ranges(wanted, chunk_bytes, file_bytes, most_chunks))
     read = [chunk for run in runs for chunk in range(run.start // chunk_bytes, -(-run.stop // chunk_bytes))]
     assert read == sorted(touched)
     for run in runs:
@@ -217,4 +217,4 @@ def test_the_chunks_that_ranges_touch_are_read_once_each_and_no_others(
 
 
 def test_neighbouring_ranges_share_a_run() -> None:
-    assert list(chunk_runs([(0, 10), (10, 25), (90, 95)], 10, 95, 16)) == [ByteRun(0, 30), ByteRun(90, 95)]
+    assert list(chunk_ranges([(0, 10), (10, 25), (90, 95)], 10, 95, 16)) == [ByteRange(0, 30), ByteRange(90, 95)]

@@ -21,7 +21,7 @@ from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, Damaged
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.reshard import PieceIndex
 from megatron_zpp.checkpoint.verified_file import VerifiedFile
-from megatron_zpp.parallel.division import Division, Run, Stripe
+from megatron_zpp.parallel.division import Division, HeldRange, Stripe
 from megatron_zpp.parallel.stripes import columns_of
 from megatron_zpp.zero.pieces import Piece, pieces_of
 
@@ -78,8 +78,8 @@ def test_the_program_in_the_documentation_reads_every_parameter(saved: tuple[Wor
             assert torch.equal(torch.from_numpy(names["read"](name, state)), values)
 
 
-@pytest.mark.parametrize("run_chunks", [1, 3])
-def test_no_chunk_is_read_twice_and_none_without_need(saved: tuple[World, Path], run_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunks_at_once", [1, 3])
+def test_no_chunk_is_read_twice_and_none_without_need(saved: tuple[World, Path], chunks_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows are longer than chunks here, others shorter."""
     chunks: Counter[tuple[Path, int]] = Counter()
 
@@ -89,7 +89,7 @@ def test_no_chunk_is_read_twice_and_none_without_need(saved: tuple[World, Path],
 
     read_into = VerifiedFile._read_into
     monkeypatch.setattr(VerifiedFile, "_read_into", count)
-    monkeypatch.setattr("megatron_zpp.checkpoint.reader.RUN_CHUNKS", run_chunks)
+    monkeypatch.setattr("megatron_zpp.checkpoint.reader.CHUNKS_AT_ONCE", chunks_at_once)
     for rank in World(4, 3).ranks:
         chunks.clear()
         pieces = list(pieces_of_rank(whole_state(STATES), World(4, 3), rank, only_counted=False))
@@ -172,11 +172,11 @@ def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Division]:
     dim = draw(st.integers(0, len(shape) - 1))
     if dim == 1:
         ends = [0, *sorted(draw(st.sets(st.integers(1, shape[1] - 1), max_size=min(ranks, shape[1]) - 1))), shape[1]]
-        runs = tuple(Run(start, stop, (rank,)) for rank, (start, stop) in enumerate(itertools.pairwise(ends)))
+        runs = tuple(HeldRange(start, stop, (rank,)) for rank, (start, stop) in enumerate(itertools.pairwise(ends)))
         return [Division(shape, 1, runs, rank) for rank in range(len(runs))]
     ends = sorted({0, shape[0], *draw(st.lists(st.integers(0, shape[0] - 1), max_size=6))})
     holders = st.sets(st.integers(0, ranks - 1), min_size=1).map(lambda found: tuple(sorted(found)))
-    runs = tuple(Run(start, stop, draw(holders)) for start, stop in itertools.pairwise(ends))
+    runs = tuple(HeldRange(start, stop, draw(holders)) for start, stop in itertools.pairwise(ends))
     return [Division(shape, 0, runs, rank) for rank in range(ranks) if any(rank in run.holders for run in runs)]
 
 

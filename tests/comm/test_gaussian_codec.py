@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
-from megatron_zpp.comm.code import EXACT, Code, Levels, LinkCodes, Rotation, Rounding, Runs
+from megatron_zpp.comm.code import EXACT, Code, Levels, LinkCodes, Rotation, Rounding, SliceShape
 from megatron_zpp.comm.codec import Codec, Regions, SignKeys
 from megatron_zpp.comm.codecs import KEY_BITS, BlockCodec, CastCodec, LinkCodecs, make_codec, sign_keys
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
@@ -28,7 +28,7 @@ BLOCK = 256
 BITS = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ERRORS = {1: 0.568, 2: 0.131, 3: 0.0354, 4: 0.0094}
-RUNS = Runs(blocks=3 * BLOCK, exact=5)
+SHAPE = SliceShape(blocks=3 * BLOCK, exact=5)
 CODES = [Code.gaussian(bits, rounds) for bits in BITS for rounds in (1, 2)]
 
 
@@ -37,15 +37,15 @@ def _codec(code: Code, own: int = 0, senders: tuple[int, ...] = (0,), exact: tor
 
 
 def _values(slices: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Regions:
-    return Regions.of(torch.randn(slices * RUNS.numel, generator=torch.Generator().manual_seed(seed)).to(dtype), RUNS)
+    return Regions.of(torch.randn(slices * SHAPE.numel, generator=torch.Generator().manual_seed(seed)).to(dtype), SHAPE)
 
 
 def _empty(slices: int, dtype: torch.dtype = torch.float32) -> Regions:
-    return Regions.of(torch.full((slices * RUNS.numel,), 7.0, dtype=dtype), RUNS)
+    return Regions.of(torch.full((slices * SHAPE.numel,), 7.0, dtype=dtype), SHAPE)
 
 
 def _encoded(codec: Codec, values: Regions) -> Tensor:
-    payloads = torch.full((values.slices, codec.payload_bytes(values.runs)), 0xAB, dtype=torch.uint8)
+    payloads = torch.full((values.slices, codec.payload_bytes(values.slice_shape)), 0xAB, dtype=torch.uint8)
     codec.encode_into(values, payloads)
     return payloads
 
@@ -105,10 +105,10 @@ def test_a_block_size_that_is_no_multiple_of_256_is_refused_with_the_flag_s_name
 def test_a_payload_is_scales_codes_and_the_exact_run_each_padded_to_16_bytes(
     blocks: int, exact: int, code: Code, dtype: torch.dtype
 ) -> None:
-    runs = Runs(blocks * BLOCK, exact)
+    slice_shape = SliceShape(blocks * BLOCK, exact)
     expected = gaussian_bytes(blocks * BLOCK, cast(int, code.bits)) + -(-exact * dtype.itemsize // 16) * 16
-    assert make_codec(code, dtype, 512).payload_bytes(runs) == expected
-    assert code.payload_bytes(runs, element_bytes=dtype.itemsize, block_numel=512) == expected
+    assert make_codec(code, dtype, 512).payload_bytes(slice_shape) == expected
+    assert code.payload_bytes(slice_shape, element_bytes=dtype.itemsize, block_numel=512) == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,9 +131,9 @@ def test_the_mean_is_that_of_the_decoded_messages_in_their_order(code: Code, acc
     payloads = torch.stack([_encoded(_codec(code, key), _values(2, key)) for key in senders])
     mean = _empty(2)
     _codec(code, senders=senders).decode_mean_into(payloads, mean, accumulate=accumulate)
-    blocks, exact = torch.zeros(2, RUNS.blocks), torch.zeros(2, RUNS.exact)
+    blocks, exact = torch.zeros(2, SHAPE.blocks), torch.zeros(2, SHAPE.exact)
     for message, key in zip(payloads, senders, strict=True):
-        arrived = torch.empty(2, RUNS.blocks)
+        arrived = torch.empty(2, SHAPE.blocks)
         decode_gaussian(message, arrived, bits=cast(int, code.bits), rounds=code.rounds, keys=[key, key])
         blocks += arrived
         exact += _values(2, key).exact
@@ -158,8 +158,8 @@ def test_a_mean_in_eight_bits_is_encoded_again_in_gaussian_codes_from_fp32() -> 
     payloads = torch.stack([_encoded(within, _values(2, seed)) for seed in (1, 2)])
     mean = _empty(2)
     within.decode_mean_into(payloads, mean, accumulate=False)
-    recoded = torch.full((2, across.payload_bytes(RUNS)), 0xAB, dtype=torch.uint8)
-    within.recode_mean_into(payloads, across, recoded, RUNS)
+    recoded = torch.full((2, across.payload_bytes(SHAPE)), 0xAB, dtype=torch.uint8)
+    within.recode_mean_into(payloads, across, recoded, SHAPE)
     assert torch.equal(recoded, _encoded(across, mean))
 
 
@@ -168,7 +168,7 @@ def test_a_mean_in_eight_bits_is_encoded_again_in_gaussian_codes_from_fp32() -> 
 
 def test_a_codec_without_keys_neither_encodes_nor_decodes() -> None:
     codec, values = make_codec(Code.gaussian(3, 1), torch.float32, BLOCK), _values(1)
-    payloads = torch.zeros(1, codec.payload_bytes(RUNS), dtype=torch.uint8)
+    payloads = torch.zeros(1, codec.payload_bytes(SHAPE), dtype=torch.uint8)
     for call in (
         lambda: codec.encode_into(values, payloads),
         lambda: codec.decode_into(payloads, values),
@@ -180,7 +180,7 @@ def test_a_codec_without_keys_neither_encodes_nor_decodes() -> None:
 
 def test_messages_and_senders_must_be_equally_many() -> None:
     codec = _codec(Code.gaussian(3, 1), senders=(1, 2))
-    payloads = torch.zeros(3, codec.payload_bytes(RUNS), dtype=torch.uint8)
+    payloads = torch.zeros(3, codec.payload_bytes(SHAPE), dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="3 messages came from 2 senders"):
         codec.decode_into(payloads, _empty(3))
     with pytest.raises(RuntimeError, match="1 messages came from 2 senders"):
@@ -242,20 +242,20 @@ def test_the_codecs_of_two_links_mix_neighbours_if_one_of_them_does(inter: Code,
 def test_a_descent_in_gaussian_codes_brings_every_rank_the_mean_within_their_error(shape: tuple[int, int]) -> None:
     grid = Grid.of_nodes(*shape)
     size = shape[0] * shape[1]
-    flats = [torch.randn(size * RUNS.numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    flats = [torch.randn(size * SHAPE.numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     codes = LinkCodes(Code.gaussian(4, 2), Code.gaussian(4, 1))
 
     def program(backend: VirtualBackend) -> tuple[int, Tensor]:
         links = Links(backend, ThreadLanes(), Ledger(backend.grid, backend.rank), torch.device("cpu"))
         codecs = LinkCodecs.of(codes, torch.float32, BLOCK).signed_for(links.topology, links.data_rank, "descend", "unit", 1, 0)
-        primary = torch.zeros(RUNS.numel)
-        full = Regions.of(flats[backend.rank].clone(), RUNS)
-        links.lanes.wait(links.descend("unit", codecs, full, Regions.of(primary, RUNS), accumulate=False)[-1])
+        primary = torch.zeros(SHAPE.numel)
+        full = Regions.of(flats[backend.rank].clone(), SHAPE)
+        links.lanes.wait(links.descend("unit", codecs, full, Regions.of(primary, SHAPE), accumulate=False)[-1])
         return links.own_slice, primary
 
-    whole = Regions.of(torch.stack([flat.double() for flat in flats]).mean(0), RUNS)
+    whole = Regions.of(torch.stack([flat.double() for flat in flats]).mean(0), SHAPE)
     for own_slice, primary in VirtualWorld(grid).run(program):
-        found, expected = Regions.of(primary, RUNS), whole.slice_at(own_slice)
+        found, expected = Regions.of(primary, SHAPE), whole.slice_at(own_slice)
         assert torch.allclose(found.exact.double(), expected.exact, atol=1e-6)
         # Each hop has its own error, and 768 values are few.
         assert _error_share(found.blocks, expected.blocks) < 1.3 * 2 * ERRORS[4]
@@ -264,7 +264,7 @@ def test_a_descent_in_gaussian_codes_brings_every_rank_the_mean_within_their_err
 def test_ops_and_codec_give_the_same_bytes() -> None:
     code, values = Code.gaussian(2, 2), _values(2)
     payloads = _encoded(_codec(code, own=42), values)
-    expected = torch.zeros(2, gaussian_bytes(RUNS.blocks, 2), dtype=torch.uint8)
+    expected = torch.zeros(2, gaussian_bytes(SHAPE.blocks, 2), dtype=torch.uint8)
     encode_gaussian(values.blocks, expected, bits=2, rounds=2, key=42)
     written = 6  # bytes of scales, before their padding
     for part in (slice(0, written), slice(16, expected.shape[1])):
@@ -277,15 +277,15 @@ def test_ops_and_codec_give_the_same_bytes() -> None:
 def test_a_codec_of_one_sender_decodes_what_the_codec_of_all_decodes_from_that_sender() -> None:
     keys = SignKeys(5, (3, 5, 9))
     codec = make_codec(Code.gaussian(3, rounds=1), torch.float32, BLOCK).signed(keys)
-    values = Regions.of(torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(1)), Runs(BLOCK, 0))
-    payloads = torch.zeros(3, codec.payload_bytes(values.runs), dtype=torch.uint8)
+    values = Regions.of(torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(1)), SliceShape(BLOCK, 0))
+    payloads = torch.zeros(3, codec.payload_bytes(values.slice_shape), dtype=torch.uint8)
     for member, sender in enumerate(keys.senders):
         make_codec(Code.gaussian(3, rounds=1), torch.float32, BLOCK).signed(SignKeys(sender, keys.senders)).encode_into(
             values.slice_at(member), payloads[member : member + 1]
         )
-    together = Regions.of(torch.zeros(3 * BLOCK), Runs(BLOCK, 0))
+    together = Regions.of(torch.zeros(3 * BLOCK), SliceShape(BLOCK, 0))
     codec.decode_into(payloads, together)
     for member in range(3):
-        alone = Regions.of(torch.zeros(BLOCK), Runs(BLOCK, 0))
+        alone = Regions.of(torch.zeros(BLOCK), SliceShape(BLOCK, 0))
         codec.of_sender(member).decode_into(payloads[member : member + 1], alone)
         assert torch.equal(alone.blocks, together.slice_at(member).blocks)

@@ -8,18 +8,18 @@ from harness.fake_streams.accesses import Accesses, RaceError, watched_memory
 from harness.fake_streams.machine import Machine
 from torch import Tensor
 
-from megatron_zpp.comm.code import Runs
+from megatron_zpp.comm.code import SliceShape
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.host_link import SLOTS, HostLink
 
 pytestmark = pytest.mark.pure
 
-RUNS = Runs(32, 16)
+SHAPE = SliceShape(32, 16)
 LONG = 100.0  # of a computation, in the machine's time; copies take none
 
 
-def values_of(number: int, runs: Runs = RUNS) -> Regions:
-    return Regions.of(torch.full((runs.numel,), float(number)), runs)
+def values_of(number: int, slice_shape: SliceShape = SHAPE) -> Regions:
+    return Regions.of(torch.full((slice_shape.numel,), float(number)), slice_shape)
 
 
 def test_values_arrive_one_after_the_other_in_two_places_while_the_device_computes() -> None:
@@ -37,7 +37,7 @@ def test_values_arrive_one_after_the_other_in_two_places_while_the_device_comput
             assert all(part.eq(number).all() for part in arrival.values.parts())
         assert machine.host_time < LONG and link.crossings == 5
         assert len({arrival.values.blocks.untyped_storage().data_ptr() for arrival in arrivals}) == SLOTS
-        assert link.pinned_bytes == SLOTS * 4 * RUNS.numel
+        assert link.pinned_bytes == SLOTS * 4 * SHAPE.numel
         machine.synchronize()
 
 
@@ -86,7 +86,7 @@ def test_units_of_different_sizes_share_places_of_the_largest() -> None:
     machine = Machine()
     with watched_memory(), Accesses(machine):
         link = HostLink(machine)
-        link.arrivals([values_of(0, Runs(numel, 16)) for numel in (16, 64, 32, 48)])
+        link.arrivals([values_of(0, SliceShape(numel, 16)) for numel in (16, 64, 32, 48)])
         assert link.pinned_bytes == 4 * ((32 + 16) + (64 + 16))
         machine.synchronize()
 

@@ -15,7 +15,7 @@ from harness.pages import FENCED, PAGES, SHELL, text_of
 from harness.rank_pool import RankPool
 from harness.sample_report import REPORT
 
-from megatron_zpp.comm.code import EXACT, Code, Runs
+from megatron_zpp.comm.code import EXACT, Code, SliceShape
 from megatron_zpp.data.preprocess.document_encoder import read_texts
 from megatron_zpp.monitor.memory import MemoryReading, memory_line
 from megatron_zpp.monitor.training_line import megatron_lm_line
@@ -105,9 +105,9 @@ def test_ranks_own_the_slices_and_share_the_links_that_are_drawn() -> None:
 
 def test_the_payload_has_the_bytes_that_are_drawn() -> None:
     assert re.findall(r"-> (\d+)|= (\d+)", block_of(GLOSSARY, "    | codes of")) == [("", "256"), ("16", ""), ("16", "")]
-    runs = Runs(512, 6)
-    assert Code(4).payload_bytes(runs, element_bytes=2, block_numel=256) == 256 + 16 + 16
-    assert f"takes {256 + 16 + 16} bytes instead of {EXACT.payload_bytes(runs, element_bytes=2)}" in text_of(GLOSSARY)
+    slice_shape = SliceShape(512, 6)
+    assert Code(4).payload_bytes(slice_shape, element_bytes=2, block_numel=256) == 256 + 16 + 16
+    assert f"takes {256 + 16 + 16} bytes instead of {EXACT.payload_bytes(slice_shape, element_bytes=2)}" in text_of(GLOSSARY)
 
 
 OWN_MODULE = """

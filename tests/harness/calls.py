@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_zpp.ops.payload import GAUSSIAN_BLOCK_NUMEL, GAUSSIAN_SCALE_BYTES, SCALE_BYTES, padded_bytes
 
-OF_THE_RUN = ("run_numel", "block_numel")  # named together
+OF_THE_RUN = ("row_numel", "block_numel")  # named together
 
 
 def tensor_in_words(values: Tensor) -> str:
@@ -23,7 +23,7 @@ def tensor_in_words(values: Tensor) -> str:
 class Call:
     """A function of ops that makes a result, and what follows the ops.
 
-    The names of its parameters say where in the result something is. A run has `run_numel` values, or those of a row of `values`. It begins
+    The names of its parameters say where in the result something is. A run has `row_numel` values, or those of a row of `values`. It begins
     `first` elements in. `block_numel` of its values share a scale, or 256 if there are `rounds`, which Gaussian codes have. Codes have
     `next_bits` or `bits`.
     """
@@ -64,7 +64,7 @@ class Call:
 
     @property
     def _run_numel(self) -> int:
-        return self._given["run_numel"] if "run_numel" in self._given else self._given["values"].shape[-1]
+        return self._given["row_numel"] if "row_numel" in self._given else self._given["values"].shape[-1]
 
     @property
     def _block_numel(self) -> int:

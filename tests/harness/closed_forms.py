@@ -20,7 +20,7 @@ class Unit:
     climbs: int
     block: int = BLOCK
 
-    def runs(self, world_size: int) -> tuple[int, int]:
+    def slice_shape(self, world_size: int) -> tuple[int, int]:
         """Elements of one primary slice by region: each padded to whole blocks for every rank, each matrix beginning at a block."""
         block = self.block
         blocks = sum(ceil(numel / block) * block for numel in self.matrices)
@@ -56,7 +56,7 @@ class Features:
 
 def payload_bytes(unit: Unit, world_size: int, bits: int, element_bytes: int) -> int:
     """One slice on its way: codes and fp32 scales of the matrices, or their values, then the vectors; each part padded to 16 bytes."""
-    matrices, vectors = unit.runs(world_size)
+    matrices, vectors = unit.slice_shape(world_size)
     if bits == 16:
         return padded(matrices * element_bytes) + padded(vectors * element_bytes)
     return padded(matrices * bits // 8) + padded(matrices // unit.block * 4) + padded(vectors * element_bytes)
@@ -96,4 +96,4 @@ def inter_node_bytes(
 
 def padded_numel(world_size: int, *, is_tied: bool) -> int:
     """Elements of the whole model with its padding."""
-    return world_size * sum(sum(unit.runs(world_size)) for unit in units(is_tied=is_tied))
+    return world_size * sum(sum(unit.slice_shape(world_size)) for unit in units(is_tied=is_tied))

@@ -25,29 +25,29 @@ def check_blocks(comparison: Comparison, block_numel: int) -> None:
     for dtype, bits in product(DTYPES, BITS):
         kinds = list(kinds_of_values(dtype, block_numel))
         values = torch.cat([kinds[kind] for kind in MIXED], dim=1)
-        run_numel = values.shape[1]
+        row_numel = values.shape[1]
         for rotated in (False, True):
             payloads = same("encode_blocks", encoded, values, bits, block_numel, rotated, next(noise_keys))
         for output in DTYPES if dtype == torch.float32 else ():
-            same("decode_blocks", decoded, payloads, run_numel, output, bits, block_numel)
+            same("decode_blocks", decoded, payloads, row_numel, output, bits, block_numel)
         if dtype == torch.float32:
             received = torch.stack([payloads, payloads.flip(0), payloads])
-            same("decode_mean_blocks", mean, received, run_numel, bits, block_numel, bits == BITS[0], bits == BITS[1])
+            same("decode_mean_blocks", mean, received, row_numel, bits, block_numel, bits == BITS[0], bits == BITS[1])
             for next_bits in BITS:
                 some = received[: next_bits // 4]
-                same("recode_mean_blocks", recoded, some, run_numel, bits, next_bits, block_numel, next(noise_keys))
+                same("recode_mean_blocks", recoded, some, row_numel, bits, next_bits, block_numel, next(noise_keys))
 
 
 def check_gaussian(comparison: Comparison) -> None:
     same, keys = comparison.same, list(gaussian_bits.KEYS)
     for (dtype, bits, rounds), number in zip(product(DTYPES, GAUSSIAN_BITS, GAUSSIAN_ROUNDS), cycle(MIXED)):
         values = list(gaussian_bits.kinds(dtype, 2 * gaussian_bits.BLOCK))[number]
-        run_numel = values.shape[1]
+        row_numel = values.shape[1]
         payloads = same("encode_gaussian", gaussian_bits.encoded, values, bits, rounds, keys[0])
-        same("decode_gaussian", gaussian_bits.decoded, payloads, run_numel, dtype, bits, rounds, keys, rounds == 2)
+        same("decode_gaussian", gaussian_bits.decoded, payloads, row_numel, dtype, bits, rounds, keys, rounds == 2)
         if dtype == torch.float32:
             members = torch.stack([payloads, payloads.flip(0)])
-            same("decode_mean_gaussian", gaussian_bits.mean, members, run_numel, bits, rounds, keys[:2], rounds == 1)
+            same("decode_mean_gaussian", gaussian_bits.mean, members, row_numel, bits, rounds, keys[:2], rounds == 1)
 
 
 def check_exact(comparison: Comparison) -> None:

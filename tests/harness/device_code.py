@@ -42,9 +42,9 @@ def compared_on_ptx(program: str, *arguments: str, without: str | None = None) -
     return results, kernels
 
 
-def work_on_ptx(slices: int, run_numel: int, block_numel: int) -> list[Work]:
+def work_on_ptx(slices: int, row_numel: int, block_numel: int) -> list[Work]:
     """What every timed call of benchmarks/gpu/ does there on values of this size; see device_work.py."""
-    done = Forked(HARNESS / "device_work.py", _symbols(), emulated_kernels(), slices, run_numel, block_numel).finished()
+    done = Forked(HARNESS / "device_work.py", _symbols(), emulated_kernels(), slices, row_numel, block_numel).finished()
     assert done.returncode == 0, done.stderr
     return [Work(**each) for each in json.loads(done.stdout)]
 

@@ -53,14 +53,14 @@ class Work:
     sector_bytes: int
 
 
-def work(launches: Launches, slices: int, run_numel: int, block_numel: int) -> Iterator[Work]:
+def work(launches: Launches, slices: int, row_numel: int, block_numel: int) -> Iterator[Work]:
     """Of every call of benchmarks/gpu/timed_ops.py. Torch's own kernels are left out."""
-    for codes, name, make in timed_ops(slices, run_numel, block_numel, "cpu"):
+    for codes, name, make in timed_ops(slices, row_numel, block_numel, "cpu"):
         if "torch" in name:
             continue
         call, nbytes = make()
         launches.profiles.clear()
-        (_drop(slices * run_numel) if (codes, name) == DROPPED else call)()
+        (_drop(slices * row_numel) if (codes, name) == DROPPED else call)()
         (profile,) = launches.profiles.values()
         issued, half_rate = (sum(profile.issued[op] for op in ops) for ops in (profile.issued, filter(is_half_rate, profile.issued)))
         yield Work(codes, name, nbytes, issued * LANES, half_rate * LANES, sum(profile.sectors.values()) * SECTOR_BYTES)

@@ -25,7 +25,7 @@ from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.tensor_link import TensorLink
-from megatron_zpp.parallel.division import Division, Gradient, Run
+from megatron_zpp.parallel.division import Division, Gradient, HeldRange
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.stripes import columns_of
@@ -130,10 +130,10 @@ class DividedModel(nn.Module):
             return Division.evenly((local[0], local[1] * self.ranks), 1, self.ranks, self.rank)
         return Division.undivided(local, self.ranks, self.rank, Gradient.PARTIAL if name.endswith("gain") else Gradient.WHOLE)
 
-    def _group_runs(self) -> Iterator[Run]:
+    def _group_runs(self) -> Iterator[HeldRange]:
         sharing = self.ranks // self.groups
         for group in range(self.groups):
-            yield Run(group * CHANNELS, (group + 1) * CHANNELS, tuple(range(group * sharing, (group + 1) * sharing)))
+            yield HeldRange(group * CHANNELS, (group + 1) * CHANNELS, tuple(range(group * sharing, (group + 1) * sharing)))
 
     def uses(self) -> tuple[Use, ...]:
         blocks = tuple(Use(f"blocks.{index}", (f"block.{index}",), True) for index in range(len(self.blocks)))

@@ -20,7 +20,7 @@ from harness.run_state import run_state
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import DTYPES
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
-from megatron_zpp.parallel.division import Division, Gradient, Run
+from megatron_zpp.parallel.division import Division, Gradient, HeldRange
 from megatron_zpp.zero.pieces import Piece, pieces_of
 
 SHAPES = {"words": (24, 5), "norm": (7,), "qkv": (24, 5), "qkv_bias": (24,), "projection": (5, 12), "up": (16, 5), "down": (3, 80)}
@@ -62,24 +62,24 @@ def division_of(name: str, ranks: int, rank: int) -> Division:
     return Division(shape, 0, tuple(_gate_and_value(shape[0], ranks) if name == "up" else _four_queries()), rank, Gradient.PARTIAL)
 
 
-def _gate_and_value(rows: int, ranks: int) -> Iterator[Run]:
+def _gate_and_value(rows: int, ranks: int) -> Iterator[HeldRange]:
     length = rows // (2 * ranks)
     for index in range(2 * ranks):
-        yield Run(index * length, (index + 1) * length, (index % ranks,))
+        yield HeldRange(index * length, (index + 1) * length, (index % ranks,))
 
 
-def _four_queries() -> Iterator[Run]:
+def _four_queries() -> Iterator[HeldRange]:
     for group in range(2):
         holders = (2 * group, 2 * group + 1)
         for place, of_row in enumerate([holders[:1], holders[1:], holders, holders]):
-            yield Run((4 * group + place) * ROW, (4 * group + place + 1) * ROW, of_row)
+            yield HeldRange((4 * group + place) * ROW, (4 * group + place + 1) * ROW, of_row)
 
 
 def part_of(whole: Tensor, division: Division) -> Tensor:
     """The flattened part of a tensor rank, by numpy's own slicing."""
-    runs = [run for run in division.runs if division.rank in run.holders]
+    ranges = [held for held in division.ranges if division.rank in held.holders]
     bits = whole.view(torch.int32 if whole.itemsize == 4 else torch.int16).numpy()
-    part = np.concatenate([np.take(bits, range(run.start, run.stop), axis=division.dim) for run in runs], axis=division.dim)
+    part = np.concatenate([np.take(bits, range(held.start, held.stop), axis=division.dim) for held in ranges], axis=division.dim)
     return torch.from_numpy(part.ravel().copy()).view(whole.dtype)
 
 

@@ -23,16 +23,16 @@ MEMBERS = (1, 2, 3, 5, 8)
 SCALES = (1.0, -1.0, 0.0, -0.0, 2.0**-133, 2.0**-120, 2.0**127, -(2.0**127), float("inf"), -float("inf"), float("nan"))
 
 
-def kinds(dtype: torch.dtype, run_numel: int) -> Iterator[Tensor]:
-    """Matrices [SLICES, run_numel]: kinds_of_values, few values that are not 0, equal ones, and any bits."""
-    yield from kinds_of_values(dtype, run_numel)
-    generator = torch.Generator().manual_seed(run_numel)
-    sparse = torch.randn(SLICES, run_numel, generator=generator)
-    sparse[:, torch.arange(run_numel) % 64 != 5] = 0
+def kinds(dtype: torch.dtype, row_numel: int) -> Iterator[Tensor]:
+    """Matrices [SLICES, row_numel]: kinds_of_values, few values that are not 0, equal ones, and any bits."""
+    yield from kinds_of_values(dtype, row_numel)
+    generator = torch.Generator().manual_seed(row_numel)
+    sparse = torch.randn(SLICES, row_numel, generator=generator)
+    sparse[:, torch.arange(row_numel) % 64 != 5] = 0
     yield sparse.to(dtype)
-    yield torch.full((SLICES, run_numel), -1.5).to(dtype)
-    yield torch.exp2(torch.randint(-40, 40, (SLICES, run_numel), generator=generator).float()).clamp(max=60000).to(dtype)
-    some_bytes = torch.randint(0, 256, (SLICES, run_numel * dtype.itemsize), dtype=torch.uint8, generator=generator)
+    yield torch.full((SLICES, row_numel), -1.5).to(dtype)
+    yield torch.exp2(torch.randint(-40, 40, (SLICES, row_numel), generator=generator).float()).clamp(max=60000).to(dtype)
+    some_bytes = torch.randint(0, 256, (SLICES, row_numel * dtype.itemsize), dtype=torch.uint8, generator=generator)
     yield some_bytes.view(dtype)
     yield torch.where(some_bytes.view(dtype).isfinite(), some_bytes.view(dtype), 1)
 
@@ -45,15 +45,15 @@ def encoded(ops: Ops, values: Tensor, bits: int, rounds: int, key: int) -> Tenso
 
 
 def decoded(
-    ops: Ops, payloads: Tensor, run_numel: int, dtype: torch.dtype, bits: int, rounds: int, keys: list[int], accumulate: bool
+    ops: Ops, payloads: Tensor, row_numel: int, dtype: torch.dtype, bits: int, rounds: int, keys: list[int], accumulate: bool
 ) -> Tensor:
-    values = torch.linspace(-1, 1, payloads.shape[0] * run_numel).view(-1, run_numel).to(payloads.device, dtype)
+    values = torch.linspace(-1, 1, payloads.shape[0] * row_numel).view(-1, row_numel).to(payloads.device, dtype)
     ops.decode_gaussian(payloads, values, bits, rounds, keys, accumulate)
     return values
 
 
-def mean(ops: Ops, payloads: Tensor, run_numel: int, bits: int, rounds: int, keys: list[int], accumulate: bool) -> Tensor:
-    target = torch.linspace(-1, 1, payloads.shape[1] * run_numel).view(-1, run_numel).to(payloads.device)
+def mean(ops: Ops, payloads: Tensor, row_numel: int, bits: int, rounds: int, keys: list[int], accumulate: bool) -> Tensor:
+    target = torch.linspace(-1, 1, payloads.shape[1] * row_numel).view(-1, row_numel).to(payloads.device)
     ops.decode_mean_gaussian(payloads, target, bits, rounds, keys, accumulate)
     return target
 
@@ -83,14 +83,14 @@ def mean_rows(ops: Ops, payloads: Tensor, values: Tensor, first: int, gap: int, 
 
 def check_values(comparison: Comparison, blocks: int) -> None:
     """Compares values that are encoded and come back."""
-    same, run_numel = comparison.same, blocks * BLOCK
+    same, row_numel = comparison.same, blocks * BLOCK
     for dtype, bits, rounds in product(DTYPES, GAUSSIAN_BITS, GAUSSIAN_ROUNDS):
         # A third of the kinds with each: every kind with every dtype, with two or three of the eight pairs of bits and rounds.
-        for number, values in list(enumerate(kinds(dtype, run_numel)))[(bits + rounds) % 3 :: 3]:
+        for number, values in list(enumerate(kinds(dtype, row_numel)))[(bits + rounds) % 3 :: 3]:
             keys = [KEYS[(number + slice_) % len(KEYS)] for slice_ in range(SLICES)]
             payloads = same("encode_gaussian", encoded, values, bits, rounds, keys[0], about=f"kind {number}")
             output, accumulate = DTYPES[(number + blocks) % len(DTYPES)], (number + bits) % 2 == 0
-            given = (payloads, run_numel, output, bits, rounds, keys, accumulate)
+            given = (payloads, row_numel, output, bits, rounds, keys, accumulate)
             same("decode_gaussian", decoded, *given, about=f"kind {number} of {dtype}")
 
 
@@ -105,12 +105,12 @@ def any_payloads(members: int, bits: int, blocks: int) -> Tensor:
 
 def check_any_payloads(comparison: Comparison, blocks: int) -> None:
     """Compares what payloads decode to, and their means."""
-    same, run_numel = comparison.same, blocks * BLOCK
+    same, row_numel = comparison.same, blocks * BLOCK
     for bits, rounds, members in product(GAUSSIAN_BITS, GAUSSIAN_ROUNDS, MEMBERS):
         payloads, keys = any_payloads(members, bits, blocks), [key * 77 + 1 for key in range(members)]
         accumulate = members % 2 == 0
-        same("decode_mean_gaussian", mean, payloads, run_numel, bits, rounds, keys, accumulate, about="any bytes")
-        given = (payloads[0], run_numel, DTYPES[members % 3], bits, rounds, list(KEYS), accumulate)
+        same("decode_mean_gaussian", mean, payloads, row_numel, bits, rounds, keys, accumulate, about="any bytes")
+        given = (payloads[0], row_numel, DTYPES[members % 3], bits, rounds, list(KEYS), accumulate)
         same("decode_gaussian", decoded, *given, about="any bytes")
 
 

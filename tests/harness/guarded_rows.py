@@ -70,10 +70,10 @@ def mean(
     return with_last_gap(flat, len(values), gap)
 
 
-def recoded(ops: Ops, payloads: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int) -> Tensor:
-    row_bytes = coded_bytes(run_numel, next_bits, block_numel)
+def recoded(ops: Ops, payloads: Tensor, row_numel: int, bits: int, next_bits: int, block_numel: int) -> Tensor:
+    row_bytes = coded_bytes(row_numel, next_bits, block_numel)
     target = at_the_end_of_memory(torch.full((payloads.shape[1], row_bytes), UNTOUCHED, dtype=torch.uint8))
-    ops.recode_mean_blocks(at_the_end_of_memory(payloads), target, run_numel, bits, next_bits, block_numel)
+    ops.recode_mean_blocks(at_the_end_of_memory(payloads), target, row_numel, bits, next_bits, block_numel)
     return target
 
 
@@ -82,19 +82,19 @@ def check_rows(comparison: Comparison, block_numel: int, blocks: int, first: int
 
     Every dtype with one of the numbers of bits, by turns.
     """
-    same, run_numel = comparison.same, block_numel * blocks
+    same, row_numel = comparison.same, block_numel * blocks
     for index, dtype in enumerate(DTYPES):
         bits = BITS[(index + turn) % len(BITS)]
-        values = torch.randn(2, run_numel, generator=torch.Generator().manual_seed(blocks)).to(dtype)
+        values = torch.randn(2, row_numel, generator=torch.Generator().manual_seed(blocks)).to(dtype)
         at_place = (values, first, gap, bits, block_numel)
         payloads, _, noisy = (same("encode_blocks", encoded, *at_place, *options) for options in ((), (True, None), (False, 1)))
         same("decode_blocks", decoded, payloads[2], *at_place)
         payloads[1] = noisy[1]
-        before = torch.linspace(-1, 1, 2 * run_numel).view(2, -1)
+        before = torch.linspace(-1, 1, 2 * row_numel).view(2, -1)
         for options in product((False, True), repeat=2):
             same("decode_mean_blocks", mean, payloads, before, first, gap, bits, block_numel, *options)
         for next_bits in BITS:
-            same("recode_mean_blocks", recoded, payloads, run_numel, bits, next_bits, block_numel)
+            same("recode_mean_blocks", recoded, payloads, row_numel, bits, next_bits, block_numel)
 
 
 def check_all_rows(comparison: Comparison) -> None:

@@ -1,4 +1,4 @@
-"""A model of matrices alone, whose units need no padding, have no exact run and all climb twice per micro-batch in stage 3."""
+"""A model of matrices alone, whose units need no padding, have no exact values and all climb twice per micro-batch in stage 3."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ SLICES = 3
 GUARD = 7.0
 
 
-def values_of(dtype: torch.dtype, members: int, run_numel: int) -> Tensor:
-    """Ordinary values [members, SLICES, run_numel], among them some that are huge, subnormal, zero, or not finite."""
-    values = torch.randn(members, SLICES, run_numel, generator=torch.Generator().manual_seed(run_numel + members))
+def values_of(dtype: torch.dtype, members: int, row_numel: int) -> Tensor:
+    """Ordinary values [members, SLICES, row_numel], among them some that are huge, subnormal, zero, or not finite."""
+    values = torch.randn(members, SLICES, row_numel, generator=torch.Generator().manual_seed(row_numel + members))
     largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     for place, odd in enumerate((largest, -largest, smallest, -smallest / 2, -0.0, float("nan"), float("inf"), -float("inf"))):
         values.view(-1)[3 * place + 1 :: 40] = odd
@@ -29,17 +29,17 @@ def values_of(dtype: torch.dtype, members: int, run_numel: int) -> Tensor:
 
 def placed(values: Tensor, first: int, gap: int) -> tuple[Tensor, Tensor]:
     """A storage with guards, and the rows in it that have the values: they begin `first` elements in, `gap` elements apart."""
-    *rows, run_numel = values.shape
-    storage = torch.full((*rows, first + run_numel + gap), GUARD, dtype=values.dtype, device=values.device)
-    part = storage[..., first : first + run_numel]
+    *rows, row_numel = values.shape
+    storage = torch.full((*rows, first + row_numel + gap), GUARD, dtype=values.dtype, device=values.device)
+    part = storage[..., first : first + row_numel]
     part.copy_(values)
     return storage, part
 
 
 def cases() -> Iterator[tuple[torch.dtype, torch.dtype, bool, int, int, tuple[int, int]]]:
-    for number, (dtype, run_numel, members) in enumerate(product(DTYPES, RUNS, MEMBERS)):
+    for number, (dtype, row_numel, members) in enumerate(product(DTYPES, RUNS, MEMBERS)):
         for stored, accumulate in ((torch.float32, False), (torch.float32, True), (dtype, False)):
-            yield dtype, stored, accumulate, run_numel, members, PLACES[number % len(PLACES)]
+            yield dtype, stored, accumulate, row_numel, members, PLACES[number % len(PLACES)]
 
 
 def without_nan_bits(values: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ def mean(ops: Ops, values: Tensor, before: Tensor, first: int, gap: int, accumul
 
 
 def check(comparison: Comparison) -> None:
-    for dtype, stored, accumulate, run_numel, members, place in cases():
-        values, before = values_of(dtype, members, run_numel), values_of(stored, 1, run_numel)[0].flip(-1)
+    for dtype, stored, accumulate, row_numel, members, place in cases():
+        values, before = values_of(dtype, members, row_numel), values_of(stored, 1, row_numel)[0].flip(-1)
         comparison.same("mean_values", mean, values, before, *place, accumulate)
 
 

@@ -28,15 +28,15 @@ def any_payloads(members: int, bits: int) -> Tensor:
 
 
 def check_any_payloads(comparison: Comparison) -> None:
-    same, run_numel = comparison.same, BLOCK * BLOCKS
+    same, row_numel = comparison.same, BLOCK * BLOCKS
     for bits, members in product(BITS, (1, 2, 3, 5, 8)):
         payloads = any_payloads(members, bits)
         for dtype in DTYPES:
-            same("decode_blocks", decoded, payloads[0], run_numel, dtype, bits, BLOCK)
+            same("decode_blocks", decoded, payloads[0], row_numel, dtype, bits, BLOCK)
         for accumulate, rotated in product((False, True), repeat=2):
-            same("decode_mean_blocks", mean, payloads, run_numel, bits, BLOCK, accumulate, rotated)
+            same("decode_mean_blocks", mean, payloads, row_numel, bits, BLOCK, accumulate, rotated)
         for next_bits, noise_key in product(BITS, (None, 1)):
-            same("recode_mean_blocks", recoded, payloads, run_numel, bits, next_bits, BLOCK, noise_key)
+            same("recode_mean_blocks", recoded, payloads, row_numel, bits, next_bits, BLOCK, noise_key)
 
 
 if __name__ == "__main__":

@@ -42,15 +42,15 @@ def encoded_run(run: np.ndarray, bits: int, block_numel: int) -> bytes:
     return b"".join(part + bytes(-len(part) % 16) for part in (code_bytes, scale_bytes))
 
 
-def decoded_run(row: bytes, run_numel: int, bits: int, block_numel: int) -> np.ndarray:
+def decoded_run(row: bytes, row_numel: int, bits: int, block_numel: int) -> np.ndarray:
     """The fp32 values of one payload row."""
-    codes_bytes = run_numel * bits // 8
+    codes_bytes = row_numel * bits // 8
     codes = []
     for byte in row[:codes_bytes]:
         parts = [byte] if bits == 8 else [byte % 16, byte // 16]
         codes += [part - 2**bits if part >= 2 ** (bits - 1) else part for part in parts]
     start = -(-codes_bytes // 16) * 16
-    scales = np.frombuffer(row[start : start + run_numel // block_numel * 4], dtype="<f4")
+    scales = np.frombuffer(row[start : start + row_numel // block_numel * 4], dtype="<f4")
     with np.errstate(all="ignore"):
         return np.array([np.float32(code) * scales[index // block_numel] for index, code in enumerate(codes)], dtype=np.float32)
 

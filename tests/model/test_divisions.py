@@ -13,7 +13,7 @@ from harness.tensor_parts import MODELS, VOCAB, config_of, part_of
 from megatron_zpp.model import divisions
 from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.parallel.division import Division, Run
+from megatron_zpp.parallel.division import Division, HeldRange
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.system.user_error import UserError
 
@@ -97,14 +97,14 @@ def row_of(parameter: str) -> list[str]:
 
 
 def in_words(division: Division) -> str:
-    own = [run for run in division.runs if 1 in run.holders]
-    words = {"columns" if division.dim else "rows": [run for run in own if len(run.holders) == 1]}
-    words["shared"] = [run for run in own if len(run.holders) > 1]
-    return ", ".join(f"{word} {', '.join(map(from_to, runs))}" for word, runs in words.items() if runs)
+    own = [held for held in division.ranges if 1 in held.holders]
+    words = {"columns" if division.dim else "rows": [held for held in own if len(held.holders) == 1]}
+    words["shared"] = [held for held in own if len(held.holders) > 1]
+    return ", ".join(f"{word} {', '.join(map(from_to, ranges))}" for word, ranges in words.items() if ranges)
 
 
-def from_to(run: Run) -> str:
-    return f"{run.start}-{run.stop - 1}" if run.stop - run.start > 1 else str(run.start)
+def from_to(held: HeldRange) -> str:
+    return f"{held.start}-{held.stop - 1}" if held.stop - held.start > 1 else str(held.start)
 
 
 def test_a_bias_has_the_elements_of_its_weights_rows_where_these_are_divided() -> None:
@@ -112,7 +112,7 @@ def test_a_bias_has_the_elements_of_its_weights_rows_where_these_are_divided() -
         shape = ModelShape(config_of("one key head, every bias"), VOCAB, ranks, 1)
         for role in (Role.QKV, Role.UP, Role.GATED_UP):
             bias = shape.bias(role)
-            assert bias is not None and bias.runs == shape.weight(role).runs and bias.gradient is shape.weight(role).gradient
+            assert bias is not None and bias.ranges == shape.weight(role).ranges and bias.gradient is shape.weight(role).gradient
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

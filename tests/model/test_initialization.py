@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.initialization import BATCH_NUMEL, CHUNK_NUMEL, initial_values, normal_values, values_of_part
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.parallel.division import Division, Run
+from megatron_zpp.parallel.division import Division, HeldRange
 
 NUMEL = 3 * CHUNK_NUMEL + 1000
 boundaries = st.one_of(
@@ -115,7 +115,7 @@ def test_the_first_values_of_every_part_have_the_bits_of_the_whole_models(model:
 WIDE = (BATCH_NUMEL // 1000 + 200, 1000)
 PARTS = (
     Division.evenly(WIDE, 1, 4, 1),
-    Division(WIDE, 0, (Run(0, 500, (0,)), Run(500, 600, (1,)), Run(600, 1100, (0,)), Run(1100, WIDE[0], (0, 1))), 1),
+    Division(WIDE, 0, (HeldRange(0, 500, (0,)), HeldRange(500, 600, (1,)), HeldRange(600, 1100, (0,)), HeldRange(1100, WIDE[0], (0, 1))), 1),
 )
 
 

@@ -32,8 +32,8 @@ def encoded(values: Tensor, bits: int, rounds: int, key: int = 1) -> Tensor:
     return payloads
 
 
-def decoded(payloads: Tensor, run_numel: int, bits: int, rounds: int, key: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    values = torch.empty(payloads.shape[0], run_numel, dtype=dtype)
+def decoded(payloads: Tensor, row_numel: int, bits: int, rounds: int, key: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    values = torch.empty(payloads.shape[0], row_numel, dtype=dtype)
     decode_gaussian(payloads, values, bits=bits, rounds=rounds, keys=[key] * payloads.shape[0])
     return values
 
@@ -268,7 +268,7 @@ MISTAKES = [
     ({"bits": 5}, "bits is 5; expected 1, 2, 3 or 4."),
     ({"rounds": 3}, "rounds is 3; expected 1 or 2."),
     ({"key": -1}, "noise_key is -1; expected None or 0 to 9223372036854775807."),
-    ({"values": torch.zeros(2, 500)}, "a run has 500 values; expected a multiple of 256."),
+    ({"values": torch.zeros(2, 500)}, "a row has 500 values; expected a multiple of 256."),
     ({"values": GOOD.double()}, "values is torch.float64; expected torch.float32 or torch.bfloat16 or torch.float16."),
     ({"payloads": GOOD_PAYLOADS[:, :-16].contiguous()}, "payloads has shape [2, 192]; expected [slices, at least 208 bytes]."),
     ({"payloads": GOOD_PAYLOADS[:1]}, "slices of payloads: 1; expected 2."),

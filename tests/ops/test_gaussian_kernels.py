@@ -155,7 +155,7 @@ GOOD, GOOD_PAYLOADS = torch.zeros(2, 512), torch.zeros(2, 16 + 512 * 3 // 8, dty
         ("encode_gaussian", (GOOD, GOOD_PAYLOADS, 5, 1, 0), "bits must be 1, 2, 3 or 4, not 5"),
         ("encode_gaussian", (GOOD, GOOD_PAYLOADS, 3, 3, 0), "rounds must be 1 or 2, not 3"),
         ("encode_gaussian", (GOOD, GOOD_PAYLOADS, 3, 1, -1), "noise_key must be none or at least 0, not -1"),
-        ("encode_gaussian", (GOOD[:, :300].contiguous(), GOOD_PAYLOADS, 3, 1, 0), "the run must have a multiple of 256 values, not 300"),
+        ("encode_gaussian", (GOOD[:, :300].contiguous(), GOOD_PAYLOADS, 3, 1, 0), "a row must have a multiple of 256 values, not 300"),
         ("encode_gaussian", (GOOD, GOOD_PAYLOADS, 4, 1, 0), "payloads must have rows of at least 272 bytes, not 208"),
         ("decode_gaussian", (GOOD_PAYLOADS, GOOD, 3, 1, [1], False), "keys must be 2, not 1"),
         ("decode_mean_gaussian", (GOOD_PAYLOADS, GOOD, 3, 1, [1], False), "payloads must have 3 dims, not 2"),

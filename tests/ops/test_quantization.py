@@ -28,8 +28,8 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _payloads(*shape: int, run_numel: int, bits: int = 8, extra: int = 0) -> Tensor:
-    return torch.full((*shape, coded_bytes(run_numel, bits, BLOCK) + extra), UNTOUCHED, dtype=torch.uint8)
+def _payloads(*shape: int, row_numel: int, bits: int = 8, extra: int = 0) -> Tensor:
+    return torch.full((*shape, coded_bytes(row_numel, bits, BLOCK) + extra), UNTOUCHED, dtype=torch.uint8)
 
 
 @given(st.integers(0, 100), st.sampled_from([32, 64, 256, 1024]), st.sampled_from(BITS))
@@ -130,19 +130,19 @@ def test_fp32_values_of_any_bits_encode_as_in_the_reference(some_bytes: bytes, b
 def test_rows_may_be_apart_and_nothing_beside_them_is_touched(
     slices: int, blocks: int, gap: int, margin: int, dtype: torch.dtype, bits: int
 ) -> None:
-    run_numel = blocks * BLOCK
-    values = torch.randn(slices, run_numel + gap, generator=torch.Generator().manual_seed(gap))[:, :run_numel].to(dtype)
-    wide = torch.zeros(slices, run_numel + gap, dtype=dtype)
-    wide[:, :run_numel] = values
-    row_bytes = coded_bytes(run_numel, bits, BLOCK)
-    payloads = _payloads(slices, run_numel=run_numel, bits=bits, extra=16 * margin)
-    quantization.encode_blocks(wide[:, :run_numel], payloads, bits=bits, block_numel=BLOCK)
+    row_numel = blocks * BLOCK
+    values = torch.randn(slices, row_numel + gap, generator=torch.Generator().manual_seed(gap))[:, :row_numel].to(dtype)
+    wide = torch.zeros(slices, row_numel + gap, dtype=dtype)
+    wide[:, :row_numel] = values
+    row_bytes = coded_bytes(row_numel, bits, BLOCK)
+    payloads = _payloads(slices, row_numel=row_numel, bits=bits, extra=16 * margin)
+    quantization.encode_blocks(wide[:, :row_numel], payloads, bits=bits, block_numel=BLOCK)
     assert equal_bits(payloads[:, :row_bytes], encoded(reference, values, bits, BLOCK)[:, :row_bytes])
     assert (payloads[:, row_bytes:] == UNTOUCHED).all()
-    apart = torch.full((slices, run_numel + gap), 7.0, dtype=dtype)
-    quantization.decode_blocks(payloads, apart[:, :run_numel], bits=bits, block_numel=BLOCK)
-    assert equal_bits(apart[:, :run_numel], decoded(reference, payloads, run_numel, dtype, bits, BLOCK))
-    assert (apart[:, run_numel:] == 7).all()
+    apart = torch.full((slices, row_numel + gap), 7.0, dtype=dtype)
+    quantization.decode_blocks(payloads, apart[:, :row_numel], bits=bits, block_numel=BLOCK)
+    assert equal_bits(apart[:, :row_numel], decoded(reference, payloads, row_numel, dtype, bits, BLOCK))
+    assert (apart[:, row_numel:] == 7).all()
 
 
 @pytest.mark.usefixtures("kernels", "two_threads")
@@ -169,13 +169,13 @@ def test_the_reference_takes_over_with_the_same_bits(monkeypatch: pytest.MonkeyP
 
 def _all_four_ops() -> list[Tensor]:
     values = torch.randn(2, 320, generator=torch.Generator().manual_seed(5))
-    payloads, recoded = _payloads(3, 2, run_numel=320), _payloads(2, run_numel=320, bits=4)
+    payloads, recoded = _payloads(3, 2, row_numel=320), _payloads(2, row_numel=320, bits=4)
     quantization.encode_blocks(values, payloads[0], bits=8, block_numel=BLOCK)
     payloads[1:] = payloads[0]
     decoded_values, mean = torch.empty(2, 320, dtype=torch.float16), torch.ones(2, 320)
     quantization.decode_blocks(payloads[1], decoded_values, bits=8, block_numel=BLOCK)
     quantization.decode_mean_blocks(payloads, mean, bits=8, block_numel=BLOCK, accumulate=True)
-    quantization.recode_mean_blocks(payloads, recoded, run_numel=320, bits=8, next_bits=4, block_numel=BLOCK, noise_key=1)
+    quantization.recode_mean_blocks(payloads, recoded, row_numel=320, bits=8, next_bits=4, block_numel=BLOCK, noise_key=1)
     quantization.encode_blocks(values, payloads[2], bits=8, block_numel=BLOCK, rotated=True, noise_key=2)
     rotated_mean = torch.ones(2, 320)
     quantization.decode_mean_blocks(payloads, rotated_mean, bits=8, block_numel=BLOCK, accumulate=True, rotated=True)
@@ -213,9 +213,9 @@ GOOD = torch.zeros(2, 64)
 GOOD_PAYLOADS = torch.zeros(2, 96, dtype=torch.uint8)
 MISTAKES = [
     ({"values": GOOD.double()}, "values is torch.float64; expected torch.float32 or torch.bfloat16 or torch.float16."),
-    ({"values": GOOD[0]}, "values has shape [64]; expected [slices, run]."),
+    ({"values": GOOD[0]}, "values has shape [64]; expected [slices, numel]."),
     ({"values": torch.zeros(64, 2).T}, "values has strides [1, 2]; expected a contiguous inner dim."),
-    ({"values": torch.zeros(2, 65)}, "a run has 65 values; expected a multiple of block_numel, 32."),
+    ({"values": torch.zeros(2, 65)}, "a row has 65 values; expected a multiple of block_numel, 32."),
     ({"values": torch.zeros(3, 64)}, "slices of payloads: 2; expected 3."),
     ({"values": GOOD.to("meta")}, "values on meta, payloads on cpu; expected one device."),
     ({"payloads": GOOD_PAYLOADS.view(torch.int8)}, "payloads is torch.int8; expected torch.uint8."),
@@ -242,7 +242,7 @@ def test_errors_name_what_was_found_and_what_was_expected(change: dict[str, obje
 def test_a_noise_key_out_of_range_is_an_error_when_means_are_recoded_too() -> None:
     with pytest.raises(ValueError, match="noise_key is -1; expected None or 0 to"):
         quantization.recode_mean_blocks(
-            GOOD_PAYLOADS.unsqueeze(0), GOOD_PAYLOADS, run_numel=64, bits=8, next_bits=8, block_numel=BLOCK, noise_key=-1
+            GOOD_PAYLOADS.unsqueeze(0), GOOD_PAYLOADS, row_numel=64, bits=8, next_bits=8, block_numel=BLOCK, noise_key=-1
         )
 
 
@@ -269,7 +269,7 @@ def test_a_mean_is_fp32() -> None:
         (
             "recode_mean_blocks",
             (GOOD_PAYLOADS.unsqueeze(0), GOOD_PAYLOADS, 50, 8, 4, BLOCK),
-            "the run must have a multiple of block_numel 32 values, not 50",
+            "a row must have a multiple of block_numel 32 values, not 50",
         ),
     ],
 )

@@ -34,8 +34,8 @@ def _encoded(values: Tensor, bits: int, block_numel: int = BLOCK) -> Tensor:
     return payloads
 
 
-def _decoded(payloads: Tensor, run_numel: int, bits: int, dtype: torch.dtype = torch.float32, block_numel: int = BLOCK) -> Tensor:
-    values = torch.empty(payloads.shape[0], run_numel, dtype=dtype)
+def _decoded(payloads: Tensor, row_numel: int, bits: int, dtype: torch.dtype = torch.float32, block_numel: int = BLOCK) -> Tensor:
+    values = torch.empty(payloads.shape[0], row_numel, dtype=dtype)
     reference.decode_blocks(payloads, values, bits, block_numel)
     return values
 
@@ -146,11 +146,11 @@ def test_accumulating_adds_the_mean_with_one_rounding() -> None:
 @settings(max_examples=40)
 @given(st.integers(0, 3), st.integers(0, 5), st.integers(1, 4), st.sampled_from(BITS), st.sampled_from(BITS))
 def test_recoding_is_the_mean_and_then_encoding(slices: int, blocks: int, members: int, bits: int, next_bits: int) -> None:
-    run_numel = blocks * BLOCK
-    values = torch.randn(members, slices, run_numel, generator=torch.Generator().manual_seed(blocks))
+    row_numel = blocks * BLOCK
+    values = torch.randn(members, slices, row_numel, generator=torch.Generator().manual_seed(blocks))
     payloads = torch.stack([_encoded(member, bits) for member in values])
-    mean = torch.empty(slices, run_numel)
+    mean = torch.empty(slices, row_numel)
     reference.decode_mean_blocks(payloads, mean, bits, BLOCK, accumulate=False)
-    recoded = torch.zeros(slices, coded_bytes(run_numel, next_bits, BLOCK), dtype=torch.uint8)
-    reference.recode_mean_blocks(payloads, recoded, run_numel, bits, next_bits, BLOCK)
+    recoded = torch.zeros(slices, coded_bytes(row_numel, next_bits, BLOCK), dtype=torch.uint8)
+    reference.recode_mean_blocks(payloads, recoded, row_numel, bits, next_bits, BLOCK)
     assert torch.equal(recoded, _encoded(mean, next_bits))

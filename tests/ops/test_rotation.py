@@ -23,14 +23,14 @@ def _encoded(values: Tensor, bits: int, block_numel: int, is_rotated: bool = Tru
     return payloads
 
 
-def _mean(payloads: Tensor, run_numel: int, bits: int, block_numel: int, is_rotated: bool = True) -> Tensor:
-    mean = torch.empty(payloads.shape[1], run_numel)
+def _mean(payloads: Tensor, row_numel: int, bits: int, block_numel: int, is_rotated: bool = True) -> Tensor:
+    mean = torch.empty(payloads.shape[1], row_numel)
     reference.decode_mean_blocks(payloads, mean, bits, block_numel, accumulate=False, rotated=is_rotated)
     return mean
 
 
-def _heavy_tailed(members: int, run_numel: int) -> Tensor:
-    values = torch.randn(members, 2, run_numel, generator=torch.Generator().manual_seed(run_numel))
+def _heavy_tailed(members: int, row_numel: int) -> Tensor:
+    values = torch.randn(members, 2, row_numel, generator=torch.Generator().manual_seed(row_numel))
     return values * torch.where(values.abs() > 2, 10.0, 1.0)
 
 
@@ -62,22 +62,22 @@ def test_the_mean_of_rotated_payloads_is_their_mean_times_the_inverse_matrix(mem
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("next_bits", BITS)
 def test_two_hops_of_rotated_values_end_in_the_true_mean_within_half_a_step_of_each(bits: int, next_bits: int) -> None:
-    first, second, run_numel, block_numel = 2, 3, 512, 128
-    values = _heavy_tailed(first * second, run_numel)
+    first, second, row_numel, block_numel = 2, 3, 512, 128
+    values = _heavy_tailed(first * second, row_numel)
     payloads = torch.stack([_encoded(each, bits, block_numel) for each in values]).view(second, first, 2, -1)
-    recoded = torch.zeros(second, 2, coded_bytes(run_numel, next_bits, block_numel), dtype=torch.uint8)
+    recoded = torch.zeros(second, 2, coded_bytes(row_numel, next_bits, block_numel), dtype=torch.uint8)
     for group, target in zip(payloads, recoded, strict=True):
-        reference.recode_mean_blocks(group, target, run_numel, bits, next_bits, block_numel)
+        reference.recode_mean_blocks(group, target, row_numel, bits, next_bits, block_numel)
     # In rotated space each hop is within half a step of its block; the inverse takes the average of 32 errors, whatever their signs.
     # Beside those, fp32 sums are off by their roundoff times the sum of the group's magnitudes.
     in_rotated_space = rotated(values)
     first_errors = worst_error(in_rotated_space, bits, block_numel)
-    means = in_rotated_space.view(second, first, 2, run_numel).mean(1)
-    reached = (first_errors.view(second, first, 2, run_numel).mean(1) + means.abs()).view(second, 2, -1, block_numel)
+    means = in_rotated_space.view(second, first, 2, row_numel).mean(1)
+    reached = (first_errors.view(second, first, 2, row_numel).mean(1) + means.abs()).view(second, 2, -1, block_numel)
     second_errors = reached.amax(-1, keepdim=True) / (2 * (2 ** (next_bits - 1) - 1)) * (1 + 600 * ROUNDOFF)
     bound = first_errors.mean(0) + second_errors.expand(reached.shape).reshape(means.shape).mean(0)
-    magnitude = 32 * values.abs().amax(0).view(2, -1, block_numel).amax(-1, keepdim=True).expand(-1, -1, block_numel).reshape(2, run_numel)
-    error = (_mean(recoded, run_numel, next_bits, block_numel).double() - values.double().mean(0)).abs()
+    magnitude = 32 * values.abs().amax(0).view(2, -1, block_numel).amax(-1, keepdim=True).expand(-1, -1, block_numel).reshape(2, row_numel)
+    error = (_mean(recoded, row_numel, next_bits, block_numel).double() - values.double().mean(0)).abs()
     assert (error <= bound + 20 * ROUNDOFF * magnitude).all()
 
 

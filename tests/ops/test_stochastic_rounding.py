@@ -29,8 +29,8 @@ def _encoded(values: Tensor, bits: int, noise_key: int | None, rotated: bool = F
     return payloads
 
 
-def _decoded(payloads: Tensor, run_numel: int, bits: int) -> Tensor:
-    values = torch.empty(payloads.shape[0], run_numel)
+def _decoded(payloads: Tensor, row_numel: int, bits: int) -> Tensor:
+    values = torch.empty(payloads.shape[0], row_numel)
     reference.decode_blocks(payloads, values, bits, BLOCK)
     return values
 
@@ -202,12 +202,12 @@ def test_blocks_of_zeros_and_blocks_that_are_not_finite_keep_codes_of_zero(bits:
 
 def _slope(values: Tensor, next_keys: list[int | None], keys: list[int | None]) -> float:
     """The slope of the result of two 4-bit hops of 2 ranks each for values [4, 1, run], against their true mean."""
-    run_numel = values.shape[2]
+    row_numel = values.shape[2]
     payloads = torch.stack([_encoded(each, 4, key) for each, key in zip(values, keys, strict=True)]).view(2, 2, 1, -1)
     recoded = torch.zeros_like(payloads[0])
     for node, target, key in zip(payloads, recoded, next_keys, strict=True):
-        reference.recode_mean_blocks(node, target, run_numel, 4, 4, BLOCK, key)
-    mean = torch.empty(1, run_numel)
+        reference.recode_mean_blocks(node, target, row_numel, 4, 4, BLOCK, key)
+    mean = torch.empty(1, row_numel)
     reference.decode_mean_blocks(recoded, mean, 4, BLOCK, accumulate=False)
     true_mean = values.double().mean(0)
     return float((mean.double() * true_mean).sum() / true_mean.square().sum())

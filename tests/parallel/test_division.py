@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.parallel.division import Division, Gradient, Run, SharedRange
+from megatron_zpp.parallel.division import Division, Gradient, HeldRange, SharedRange
 from megatron_zpp.system.user_error import UserError
 
 
@@ -25,16 +25,16 @@ def divisions(draw):
         return [Division.evenly(shape, 1, ranks, rank) for rank in range(ranks)]
     cuts = sorted({0, shape[0], *draw(st.lists(st.integers(0, shape[0]), max_size=4))})
     holders = st.sets(st.integers(0, ranks - 1), min_size=1).map(lambda found: tuple(sorted(found)))
-    runs = [Run(start, stop, draw(holders)) for start, stop in itertools.pairwise(cuts)]
+    ranges = [HeldRange(start, stop, draw(holders)) for start, stop in itertools.pairwise(cuts)]
     everybody = tuple(range(ranks))
-    runs.append(Run(shape[0], shape[0] + 1, everybody))  # so that each rank holds something
-    return [Division((shape[0] + 1, *shape[1:]), 0, tuple(runs), rank, gradient) for rank in range(ranks)]
+    ranges.append(HeldRange(shape[0], shape[0] + 1, everybody))  # so that each rank holds something
+    return [Division((shape[0] + 1, *shape[1:]), 0, tuple(ranges), rank, gradient) for rank in range(ranks)]
 
 
 def part_of(whole, division):
     """The rank's part, by numpy's own slicing."""
-    runs = [run for run in division.runs if division.rank in run.holders]
-    return np.concatenate([np.take(whole, range(run.start, run.stop), axis=division.dim) for run in runs], axis=division.dim)
+    ranges = [held for held in division.ranges if division.rank in held.holders]
+    return np.concatenate([np.take(whole, range(held.start, held.stop), axis=division.dim) for held in ranges], axis=division.dim)
 
 
 def elements(whole, stripe):
@@ -89,13 +89,13 @@ def test_a_shared_range_is_the_same_elements_on_each_of_its_holders(parts):
 @given(divisions())
 def test_a_part_has_no_more_stripes_than_runs(parts):
     for division in parts:
-        runs = [run for run in division.runs if division.rank in run.holders]
-        assert len(list(division.stripes(0, math.prod(division.local_shape)))) <= len(runs)
+        ranges = [held for held in division.ranges if division.rank in held.holders]
+        assert len(list(division.stripes(0, math.prod(division.local_shape)))) <= len(ranges)
 
 
 def test_the_picture_in_the_module_is_true():
-    runs = (Run(0, 2, (0,)), Run(2, 4, (1,)), Run(4, 6, (0, 1)))
-    division = Division((6, 2), 0, runs, 1, Gradient.PARTIAL)
+    ranges = (HeldRange(0, 2, (0,)), HeldRange(2, 4, (1,)), HeldRange(4, 6, (0, 1)))
+    division = Division((6, 2), 0, ranges, 1, Gradient.PARTIAL)
     assert division.local_shape == (4, 2)
     assert list(division.shared()) == [SharedRange(4, 8, (0, 1), False, Gradient.PARTIAL)]
     (placed,) = division.stripes(0, 8)  # rows 2 to 5 are neighbours
@@ -122,20 +122,20 @@ def test_each_rank_has_all_of_an_undivided_parameter_of_any_shape(shape, ranks):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim", "runs", "rank", "message"),
+    ("shape", "dim", "ranges", "rank", "message"),
     [
-        ((4, 4), 2, (Run(0, 4, (0,)),), 0, "cannot be divided along dim 2"),
-        ((2, 2, 2), 1, (Run(0, 2, (0,)),), 0, "cannot be divided along dim 1"),
-        ((2,), 1, (Run(0, 1, (0,)),), 0, "cannot be divided along dim 1"),
-        ((2, 0), 1, (), 0, "holds 0 runs"),
-        ((4,), 0, (Run(0, 3, (0,)),), 0, "end at 3"),
-        ((4,), 0, (Run(1, 4, (0,)),), 0, "does not continue"),
-        ((4,), 0, (Run(0, 4, ()),), 0, "does not continue"),
-        ((4,), 0, (Run(0, 4, (1, 0)),), 0, "does not continue"),
-        ((4,), 0, (Run(0, 4, (0,)),), 1, "holds 0 runs"),
-        ((2, 4), 1, (Run(0, 2, (0,)), Run(2, 4, (0,))), 0, "holds 2 runs"),
+        ((4, 4), 2, (HeldRange(0, 4, (0,)),), 0, "cannot be divided along dim 2"),
+        ((2, 2, 2), 1, (HeldRange(0, 2, (0,)),), 0, "cannot be divided along dim 1"),
+        ((2,), 1, (HeldRange(0, 1, (0,)),), 0, "cannot be divided along dim 1"),
+        ((2, 0), 1, (), 0, "holds 0 ranges"),
+        ((4,), 0, (HeldRange(0, 3, (0,)),), 0, "end at 3"),
+        ((4,), 0, (HeldRange(1, 4, (0,)),), 0, "does not continue"),
+        ((4,), 0, (HeldRange(0, 4, ()),), 0, "does not continue"),
+        ((4,), 0, (HeldRange(0, 4, (1, 0)),), 0, "does not continue"),
+        ((4,), 0, (HeldRange(0, 4, (0,)),), 1, "holds 0 ranges"),
+        ((2, 4), 1, (HeldRange(0, 2, (0,)), HeldRange(2, 4, (0,))), 0, "holds 2 ranges"),
     ],
 )
-def test_runs_that_are_no_division_are_refused(shape, dim, runs, rank, message):
+def test_ranges_that_are_no_division_are_refused(shape, dim, ranges, rank, message):
     with pytest.raises(UserError, match=message):
-        Division(shape, dim, runs, rank)
+        Division(shape, dim, ranges, rank)

@@ -89,22 +89,22 @@ def _descended(case: Case, microbatches: Sequence[list[Tensor]], codecs: LinkCod
     Stochastic rounding draws other numbers for every rank and micro-batch.
     """
     layout = case.layout()
-    runs = layout.runs
+    slice_shape = layout.slice_shape
 
     def program(backend: VirtualBackend) -> tuple[int, Tensor]:
         links = Links(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
-        primary = torch.zeros(runs.numel)
+        primary = torch.zeros(slice_shape.numel)
         for index, gradients in enumerate(microbatches):
-            full = Regions.of(gradients[backend.rank].clone(), runs)
+            full = Regions.of(gradients[backend.rank].clone(), slice_shape)
             drawn = (codecs or case.codecs(backend.grid.ladder)).drawn_for(backend.rank, index)
-            hops = links.descend("unit", drawn, full, Regions.of(primary, runs), accumulate=True)
+            hops = links.descend("unit", drawn, full, Regions.of(primary, slice_shape), accumulate=True)
             links.lanes.wait(hops[-1])
         return links.own_slice, primary
 
     whole = torch.full((layout.numel,), float("nan"))
     blocks, exact = whole[: layout.blocks_numel].view(layout.slices, -1), whole[layout.blocks_numel :].view(layout.slices, -1)
     for own_slice, primary in run_world((case.nodes, case.ranks), program):
-        blocks[own_slice], exact[own_slice] = primary[: runs.blocks], primary[runs.blocks :]
+        blocks[own_slice], exact[own_slice] = primary[: slice_shape.blocks], primary[slice_shape.blocks :]
     return whole
 
 
@@ -117,7 +117,7 @@ def _bound(case: Case, gradients: list[Tensor]) -> Tensor:
 
     Of each hop it is the error of what crosses, half a step of its block's largest value, averaged like the values. The second hop sends
     the mean of what has arrived, which is within the error of the first hop of the node's true mean. Sums, quotients and casts of the
-    exact run add a few fp32 roundings of values that are no larger than the mean of magnitudes.
+    exact values add a few fp32 roundings of values that are no larger than the mean of magnitudes.
     """
     within = [_hop_error(case, gradient.double(), case.bits.intra, case.ranks) for gradient in gradients]
     error = torch.zeros(len(gradients[0]), dtype=torch.float64)

@@ -227,7 +227,7 @@ def test_recomputation_and_prefetch_change_no_bit() -> None:
 
 def gaussian_payload(unit: Unit, world_size: int, bits: int, element_bytes: int) -> int:
     """One slice: a bf16 scale per 256 values, the codes, then the vectors; each part padded to 16 bytes."""
-    matrices, vectors = unit.runs(world_size)
+    matrices, vectors = unit.slice_shape(world_size)
     return padded(matrices // BLOCK * 2) + ceil(matrices * bits / 8) + padded(vectors * element_bytes)
 
 

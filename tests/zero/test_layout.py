@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.parallel.division import Division, Run
+from megatron_zpp.parallel.division import Division, HeldRange
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.zero import layout as layout_module
 from megatron_zpp.zero.layout import FlatLayout, Segment
@@ -35,8 +35,8 @@ def divisions(draw: st.DrawFn) -> Division:
     holders = [draw(st.sampled_from([(0,), (1,), (0, 1)])) for _ in lengths]
     holders[draw(st.integers(0, len(lengths) - 1))] = draw(st.sampled_from([(rank,), (0, 1)]))
     ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
-    runs = [Run(end - length, end, some) for end, length, some in zip(ends, lengths, holders, strict=True)]
-    return Division((ends[-1], *draw(st.lists(st.integers(1, 6), max_size=1))), 0, tuple(runs), rank)
+    ranges = [HeldRange(end - length, end, some) for end, length, some in zip(ends, lengths, holders, strict=True)]
+    return Division((ends[-1], *draw(st.lists(st.integers(1, 6), max_size=1))), 0, tuple(ranges), rank)
 
 
 def _part(index: int, division: Division) -> ParamSpec:
@@ -68,8 +68,8 @@ def test_segments_are_cut_where_shared_elements_begin_and_end_and_know_who_count
     segments = [segment for index in range(slices) for segment in layout.segments(index, 1)]
     for index, division in enumerate(unit):
         width = math.prod(division.shape[1:])
-        own = [run for run in division.runs if division.rank in run.holders]
-        holders = [run.holders for run in own for _ in range((run.stop - run.start) * width)]  # of each element of the part
+        own = [held for held in division.ranges if division.rank in held.holders]
+        holders = [held.holders for held in own for _ in range((held.stop - held.start) * width)]  # of each element of the part
         seen = np.zeros(len(holders), dtype=int)
         for segment in segments:
             if segment.spec.name == f"p{index}":
@@ -85,7 +85,7 @@ def test_shared_elements_have_the_places_of_others(unit: list[Division], slices:
         FlatLayout([_part(index, division) for index, division in enumerate(some)], slices, block_numel)
         for some in (unit, [Division.undivided(division.local_shape) for division in unit])
     )
-    assert (plain.numel, plain.runs) == (shared.numel, shared.runs)
+    assert (plain.numel, plain.slice_shape) == (shared.numel, shared.slice_shape)
     for index in range(slices):
         offsets = {segment.spec.name: segment.offset - segment.start for segment in plain.segments(index, 1)}
         assert all(segment.offset - segment.start == offsets[segment.spec.name] for segment in shared.segments(index, 1))
@@ -93,23 +93,23 @@ def test_shared_elements_have_the_places_of_others(unit: list[Division], slices:
 
 
 @given(layouts)
-def test_the_slices_of_all_ranks_tile_the_flat_unit_and_have_equal_runs(layout: FlatLayout) -> None:
+def test_the_slices_of_all_ranks_tile_the_flat_unit_and_have_equal_parts_of_each_region(layout: FlatLayout) -> None:
     covered = np.zeros(layout.numel, dtype=int)
     lengths = set()
     for index in range(layout.slices):
-        (blocks, blocks_at), (exact, exact_at) = layout.runs_of(index, 1)
+        (blocks, blocks_at), (exact, exact_at) = layout.ranges_of(index, 1)
         covered[blocks.start : blocks.stop] += 1
         covered[exact.start : exact.stop] += 1
         lengths.add((blocks.stop - blocks.start, exact.stop - exact.start))
         assert (blocks_at, exact_at) == (0, blocks.stop - blocks.start)
     assert (covered == 1).all()
-    assert lengths == {(layout.runs.blocks, layout.runs.exact)}
+    assert lengths == {(layout.slice_shape.blocks, layout.slice_shape.exact)}
     assert layout.slice_numel * layout.slices == layout.numel
 
 
 @given(layouts)
 def test_no_quantization_block_mixes_two_parameters_or_crosses_a_slice(layout: FlatLayout) -> None:
-    assert layout.runs.blocks % layout.block_numel == 0
+    assert layout.slice_shape.blocks % layout.block_numel == 0
     owners: dict[int, str] = {}
     for name, (start, stop) in _spans(layout).items():
         if start < layout.blocks_numel:
@@ -135,7 +135,7 @@ def test_padding_is_what_no_parameter_covers_in_the_buffer_of_any_run_of_slices(
     for segment in layout.segments(first, slices):
         covered[segment.offset : segment.offset + segment.stop - segment.start] += 1
     for padding in layout.paddings(first, slices):
-        assert padding.start < padding.stop and not padding.start < slices * layout.runs.blocks < padding.stop
+        assert padding.start < padding.stop and not padding.start < slices * layout.slice_shape.blocks < padding.stop
         covered[padding.start : padding.stop] += 1
     assert (covered == 1).all()
 
@@ -165,7 +165,7 @@ def test_ranges_cover_every_region_that_is_not_all_padding_once_and_keep_segment
     slices = data.draw(st.integers(1, layout.slices - first))
     ranges = list(layout.ranges_by(_decays, first, slices))
     assert [part for part, _ in ranges] == sorted((part for part, _ in ranges), key=lambda part: part.start)
-    boundary = slices * layout.runs.blocks
+    boundary = slices * layout.slice_shape.blocks
     are_in_blocks = {segment.offset < boundary for segment in layout.segments(first, slices)}
     covered = (True in are_in_blocks) * boundary + (False in are_in_blocks) * (slices * layout.slice_numel - boundary)
     assert sum(part.stop - part.start for part, _ in ranges) == covered

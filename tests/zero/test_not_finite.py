@@ -14,7 +14,7 @@ from harness.worlds import TurnLanes, run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.codecs import LinkCodecs, Regions, Runs
+from megatron_zpp.comm.codecs import LinkCodecs, Regions, SliceShape
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Links
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
@@ -46,9 +46,9 @@ def _id(bits: LinkBits) -> str:
 def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_slice_and_nowhere_else(
     world: tuple[int, int], bits: LinkBits
 ) -> None:
-    runs = Runs(blocks=64, exact=3)
+    slice_shape = SliceShape(blocks=64, exact=3)
     world_size = world[0] * world[1]
-    boundary, end = runs.blocks * world_size, runs.numel * world_size
+    boundary, end = slice_shape.blocks * world_size, slice_shape.numel * world_size
     places = [0, 31, 32, boundary // 2, boundary - 32, boundary - 1, boundary, end - 1]  # the last block: padding in most units
     cases = [(place, BAD[index % 3], (5 * index) % world_size) for index, place in enumerate(places)]
     dtype = DTYPES[(bits.inter + world_size) % 3]
@@ -62,13 +62,13 @@ def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_
             flat[boundary - 32 : boundary] = 0.0
             if backend.rank == on_rank:
                 flat[place] = bad
-            primary = torch.zeros(runs.numel)
-            links.lanes.wait(links.descend("unit", codecs, Regions.of(flat, runs), Regions.of(primary, runs), accumulate=True)[-1])
+            primary = torch.zeros(slice_shape.numel)
+            links.lanes.wait(links.descend("unit", codecs, Regions.of(flat, slice_shape), Regions.of(primary, slice_shape), accumulate=True)[-1])
             arrived.append(not primary.isfinite().all())
         return links.own_slice, arrived
 
     for own_slice, arrived in run_world(world, program):
-        owners = [place // runs.blocks if place < boundary else (place - boundary) // runs.exact for place, _, _ in cases]
+        owners = [place // slice_shape.blocks if place < boundary else (place - boundary) // slice_shape.exact for place, _, _ in cases]
         assert arrived == [owner == own_slice for owner in owners]
 
 

@@ -10,7 +10,7 @@ from harness.small_engine import ROWS, Job, ModelShape, Rank, initial_values
 from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.parallel.division import Division, Run
+from megatron_zpp.parallel.division import Division, HeldRange
 from megatron_zpp.zero.layout import FlatLayout, Segment
 from megatron_zpp.zero.pieces import Piece, owned_pieces, parameters, pieces_of, resting_pieces
 
@@ -84,5 +84,5 @@ def test_a_range_of_a_part_is_one_piece_for_each_run_and_names_columns_only_if_t
     assert found(Division.undivided((3, 4)), 2, 5) == [(2, 5, None, [2, 3, 4])]
     assert found(Division.evenly((3, 4), 1, 2, 1), 1, 4) == [(1, 4, (2, 4), [1, 2, 3])]
     assert found(Division.evenly((6,), 0, 2, 1), 1, 3) == [(4, 6, None, [1, 2])]
-    gate_and_value = Division((8, 2), 0, tuple(Run(2 * index, 2 * index + 2, (index % 2,)) for index in range(4)), 1)
+    gate_and_value = Division((8, 2), 0, tuple(HeldRange(2 * index, 2 * index + 2, (index % 2,)) for index in range(4)), 1)
     assert found(gate_and_value, 3, 6) == [(7, 8, None, [3]), (12, 14, None, [4, 5])]

@@ -194,11 +194,11 @@ def test_a_step_moves_the_main_weights_by_adam_and_by_nothing_else(row: str) -> 
         gradients = [torch.cat([part.flatten() for part in each.primary.parts()]).double() for each in rank.engine.gradients]
         rank.engine.step(LEARNING_RATE)
         for unit, main_weight, gradient in zip(rank.engine.units, before, gradients, strict=True):
-            decays = torch.cat([torch.ones(unit.layout.runs.blocks), torch.zeros(unit.layout.runs.exact)]).double()
+            decays = torch.cat([torch.ones(unit.layout.slice_shape.blocks), torch.zeros(unit.layout.slice_shape.exact)]).double()
             expected = main_weight * (1 - LEARNING_RATE * 0.01 * decays) - LEARNING_RATE * gradient / (gradient.abs() + 1e-8)
             # AdamW in fp32 rounds a handful of times; next to eps a gradient's square root loses some more digits.
             torch.testing.assert_close(unit.main_weight.double(), expected, rtol=1e-6, atol=1e-5 * LEARNING_RATE)
-            blocks = main_weight[: unit.layout.runs.blocks].float()
+            blocks = main_weight[: unit.layout.slice_shape.blocks].float()
             if len(blocks):
                 lost = max(lost, float((blocks - after_blocks(blocks, bits_of(ROWS[row].weight_codes).inter, 32)).abs().max()))
         rank.engine.close()
@@ -239,7 +239,7 @@ def test_each_slice_is_encoded_once_per_optimizer_step_however_often_it_climbs(
         with torch.no_grad():
             rank.loss(92)  # lets every unit climb with the weights of the last step, not only the first units
         rank.engine.close()
-        return [unit.main_weight.data_ptr() for unit in rank.engine.units if unit.layout.runs.blocks]
+        return [unit.main_weight.data_ptr() for unit in rank.engine.units if unit.layout.slice_shape.blocks]
 
     units = [pointer for pointers in run_world((2, 2), program) for pointer in pointers]
     assert [calls[pointer] for pointer in units] == [job.steps + 1] * len(units)

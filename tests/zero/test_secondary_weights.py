@@ -261,7 +261,7 @@ def test_the_buffers_of_secondary_rungs_are_used_again_in_the_next_step() -> Non
             allocated.append(rank.engine.links.staging.allocated_bytes)
         codec = make_codec(Code(8), torch.bfloat16, rank.job.block_numel)
         secondary_bytes = sum(
-            backend.grid.ladder.link_ranks(Link.INTER) * codec.payload_bytes(unit.layout.runs) for unit in rank.engine.units
+            backend.grid.ladder.link_ranks(Link.INTER) * codec.payload_bytes(unit.layout.slice_shape) for unit in rank.engine.units
         )
         rank.engine.close()
         return allocated, secondary_bytes

@@ -204,7 +204,7 @@ def test_the_loss_scaler_of_an_engine_is_not_replaced() -> None:
 
 
 class SmearingCodec(CastCodec):
-    """Its last hop leaves an error in every value of the blocks run, and so in padding."""
+    """Its last hop leaves an error in every value of the blocks, and so in padding."""
 
     mixes_neighbours = True
 

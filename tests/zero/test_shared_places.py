@@ -12,7 +12,7 @@ import torch
 from harness.tensor_parts import MODELS, VOCAB, config_of, part_of
 
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.parallel.division import Division, Gradient, Run
+from megatron_zpp.parallel.division import Division, Gradient, HeldRange
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.shared_gradients import (
@@ -96,21 +96,21 @@ def test_a_rank_receives_what_the_others_have_and_keeps_its_own_beside_what_all_
     assert sharing_received_bytes(7, 4) == 3 * 7 * 4
 
 
-def spec_of(runs: tuple[Run, ...], rank: int) -> ParamSpec:
+def spec_of(runs: tuple[HeldRange, ...], rank: int) -> ParamSpec:
     return ParamSpec("blocks.3.norm.weight", Division((runs[-1].stop,), 0, runs, rank, Gradient.PARTIAL), lambda start, stop: 0, False)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(
     "runs, words",
     [
-        ((Run(0, 4, (0, 1)), Run(4, 6, (0,))), None),
-        ((Run(0, 2, (0,)), Run(2, 6, (0, 1))), "the tensor ranks have shared elements at different places of their parts"),
-        ((Run(0, 2, (0,)), Run(2, 4, (1, 2))), "different places"),
-        ((Run(0, 4, (0, 1)), Run(4, 6, (0, 2)), Run(6, 8, (1, 2)), Run(8, 10, (2,))), "different places"),
-        ((Run(0, 2, (0, 1)), Run(2, 4, (0, 2)), Run(4, 6, (1, 2))), "elements 2 to 4 of the parts are not the same on tensor ranks (0, 2)"),
+        ((HeldRange(0, 4, (0, 1)), HeldRange(4, 6, (0,))), None),
+        ((HeldRange(0, 2, (0,)), HeldRange(2, 6, (0, 1))), "the tensor ranks have shared elements at different places of their parts"),
+        ((HeldRange(0, 2, (0,)), HeldRange(2, 4, (1, 2))), "different places"),
+        ((HeldRange(0, 4, (0, 1)), HeldRange(4, 6, (0, 2)), HeldRange(6, 8, (1, 2)), HeldRange(8, 10, (2,))), "different places"),
+        ((HeldRange(0, 2, (0, 1)), HeldRange(2, 4, (0, 2)), HeldRange(4, 6, (1, 2))), "elements 2 to 4 of the parts are not the same on tensor ranks (0, 2)"),
     ],
 )
-def test_parts_whose_shared_elements_are_not_at_one_place_are_refused_on_every_rank(runs: tuple[Run, ...], words: str | None) -> None:
+def test_parts_whose_shared_elements_are_not_at_one_place_are_refused_on_every_rank(runs: tuple[HeldRange, ...], words: str | None) -> None:
     ranks = 1 + max(holder for run in runs for holder in run.holders)
     for rank in range(ranks):
         layout = FlatLayout([spec_of(runs, rank)], 1, 4)

@@ -43,7 +43,7 @@ void launch_decode_gaussian(
         }
       }
       divide_block(total, kGaussianNumel, payloads.rows.members);
-      store_block(total, accumulate, means.run(group.slice) + block * kGaussianNumel);
+      store_block(total, accumulate, means.row(group.slice) + block * kGaussianNumel);
     }
   });
 }

@@ -12,7 +12,7 @@ void launch_encode_gaussian(ValueRows<const T> values, GaussianRows<uint8_t> pay
     uint16_t* scales = payloads.scales(0, group.slice);
     uint8_t* planes = payloads.planes(0, group.slice);
     for (int64_t block = group.first_block; block < group.first_block + group.blocks; ++block) {
-      const float* source = widened(values.run(group.slice) + block * kGaussianNumel, scratch);
+      const float* source = widened(values.row(group.slice) + block * kGaussianNumel, scratch);
       scales[block] = encode_gaussian_block<kBits>(source, rounds, signs, planes + block * kBits * kPlaneBytes);
     }
   });

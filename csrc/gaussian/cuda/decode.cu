@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kGaussianThreads, kDecodeGridBlocks) decode_ga
           total.values[i] = divisor.divided(total.values[i]);
         }
         if (share.chunks > 0) {
-          store_share(total, share.thread, accumulate, is_wide, means.run(slice) + block * kGaussianNumel);
+          store_share(total, share.thread, accumulate, is_wide, means.row(slice) + block * kGaussianNumel);
         }
       });
 }

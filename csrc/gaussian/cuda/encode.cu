@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kGaussianThreads, kEncodeGridBlocks<kBits>)
   const uint32_t signs[kMostRounds] = {signs_of_share<kChunkNumel>(noise, 0, own), signs_of_share<kChunkNumel>(noise, 1, own)};
   for_each_block<Teams>(
       payloads.rows.slices, payloads.blocks(), kGaussianNumel, [&](int64_t slice, int64_t block, const Share& share) {
-        Values some = load_share<Values>(values.run(slice) + block * kGaussianNumel, share, is_wide);
+        Values some = load_share<Values>(values.row(slice) + block * kGaussianNumel, share, is_wide);
         const uint32_t largest = largest_of_block(some);
         const Prescale prescale = prescale_of(largest);
         rotate_share(some, prescale.down, rounds, signs, share.thread);

@@ -14,18 +14,18 @@ constexpr int64_t kThreadParts = 16;  // of kPartNumel values; for fewer it does
 
 template <class T, class Stored>
 void launch_mean(const MemberRows<T>& members, const ValueRows<Stored>& means, bool accumulate) {
-  const int64_t parts = (members.run_numel + kPartNumel - 1) / kPartNumel;
+  const int64_t parts = (members.row_numel + kPartNumel - 1) / kPartNumel;
   at::parallel_for(0, members.slices * parts, kThreadParts, [&](int64_t begin, int64_t end) {
     float total[kPartNumel];
     for (int64_t index = begin; index < end; ++index) {
       const int64_t slice = index / parts, first = index % parts * kPartNumel;
-      const int64_t numel = std::min(kPartNumel, members.run_numel - first);
+      const int64_t numel = std::min(kPartNumel, members.row_numel - first);
       std::fill(total, total + numel, -0.0f);  // -0 + x is x, also for x = -0
       for (int64_t member = 0; member < members.members; ++member) {
-        add_run(members.run(member, slice) + first, numel, total);
+        add_run(members.row(member, slice) + first, numel, total);
       }
       divide_block(total, numel, members.members);
-      store_run(total, numel, accumulate, means.run(slice) + first);
+      store_run(total, numel, accumulate, means.row(slice) + first);
     }
   });
 }

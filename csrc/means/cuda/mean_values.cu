@@ -23,15 +23,15 @@ struct Extent {
 };
 
 template <class Chunk, class T>
-__device__ __forceinline__ Chunk loaded(const T* run, const Extent& extent) {
+__device__ __forceinline__ Chunk loaded(const T* row, const Extent& extent) {
   Chunk chunk;
-  extent.is_wide ? load_wide(run + extent.first, chunk) : load_some(run + extent.first, extent.count, chunk);
+  extent.is_wide ? load_wide(row + extent.first, chunk) : load_some(row + extent.first, extent.count, chunk);
   return chunk;
 }
 
 template <class T, int kNumel>
-__device__ __forceinline__ void store(const PackedChunk<T, kNumel>& chunk, const Extent& extent, T* run) {
-  extent.is_wide ? store_wide(chunk, run + extent.first) : store_some(chunk, extent.count, run + extent.first);
+__device__ __forceinline__ void store(const PackedChunk<T, kNumel>& chunk, const Extent& extent, T* row) {
+  extent.is_wide ? store_wide(chunk, row + extent.first) : store_some(chunk, extent.count, row + extent.first);
 }
 
 // Fills totals with the means over members 0, 1, ... of the chunks. While one member is added, the values of the next are being loaded.
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_means(
   Chunk next[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    next[i] = loaded<Chunk>(members.run(0, slice), extents[i]);
+    next[i] = loaded<Chunk>(members.row(0, slice), extents[i]);
 #pragma unroll
     for (float& total : totals[i]) {
       total = -0.0f;  // -0 + x is x, also for x = -0
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_means(
     for (int i = 0; i < kChunks; ++i) {
       const Chunk held = next[i];
       if (member + 1 < members.members) {
-        next[i] = loaded<Chunk>(members.run(member + 1, slice), extents[i]);
+        next[i] = loaded<Chunk>(members.row(member + 1, slice), extents[i]);
       }
 #pragma unroll
       for (int pair = 0; pair < Chunk::kNumel / 2; ++pair) {
@@ -98,19 +98,19 @@ __global__ void __launch_bounds__(kMeanThreads) mean_kernel(
   constexpr int kGridBlockNumel = kMeanThreads * kFullChunkNumel<T>;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kGridBlockNumel;
   for (int64_t slice = blockIdx.y; slice < members.slices; slice += gridDim.y) {
-    for (int64_t start = static_cast<int64_t>(blockIdx.x) * kGridBlockNumel; start < members.run_numel; start += step) {
+    for (int64_t start = static_cast<int64_t>(blockIdx.x) * kGridBlockNumel; start < members.row_numel; start += step) {
       Extent extents[kChunks];
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int64_t first = start + (i * kMeanThreads + static_cast<int>(threadIdx.x)) * Chunk::kNumel;
-        const int64_t count = members.run_numel - first;
+        const int64_t count = members.row_numel - first;
         extents[i] = {first, count, is_wide && count >= Chunk::kNumel};
       }
       PackedChunk<Stored, Chunk::kNumel> stored[kChunks]{};
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         if (accumulate) {
-          stored[i] = loaded<PackedChunk<Stored, Chunk::kNumel>>(means.run(slice), extents[i]);
+          stored[i] = loaded<PackedChunk<Stored, Chunk::kNumel>>(means.row(slice), extents[i]);
         }
       }
       float totals[kChunks][Chunk::kNumel];
@@ -118,13 +118,13 @@ __global__ void __launch_bounds__(kMeanThreads) mean_kernel(
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         take(totals[i], accumulate, stored[i]);
-        store(stored[i], extents[i], means.run(slice));
+        store(stored[i], extents[i], means.row(slice));
       }
     }
   }
 }
 
-// Whether all chunks of all runs start at multiples of 16 bytes.
+// Whether all chunks of all rows start at multiples of 16 bytes.
 template <class T>
 bool have_wide_access(const MemberRows<T>& rows) {
   const auto stride_bytes = rows.member_stride * static_cast<int64_t>(sizeof(T));
@@ -137,7 +137,7 @@ bool have_wide_access(const MemberRows<T>& rows) {
 template <class T, class Stored>
 cudaError_t launch_mean(const MemberRows<T>& members, const ValueRows<Stored>& means, bool accumulate, cudaStream_t stream) {
   constexpr int64_t kGridBlockNumel = int64_t{kMeanThreads} * kFullChunkNumel<T>;
-  const int64_t grid_blocks = (members.run_numel + kGridBlockNumel - 1) / kGridBlockNumel;
+  const int64_t grid_blocks = (members.row_numel + kGridBlockNumel - 1) / kGridBlockNumel;
   const bool is_wide = have_wide_access(members) && has_wide_access(means, members.slices);
   const Divisor divisor = divisor_of(members.members);
   return start_grid(

@@ -12,7 +12,7 @@ void launch_decode(PayloadRows<const uint8_t> payloads, ValueRows<T> values, int
     const uint8_t* codes = payloads.codes(0, group.slice);
     const float* scales = payloads.scales(0, group.slice);
     for (int64_t block = group.first_block; block < group.first_block + group.blocks; ++block) {
-      decode_block<kBits>(codes + block * block_bytes, scales[block], block_numel, scratch, values.run(group.slice) + block * block_numel);
+      decode_block<kBits>(codes + block * block_bytes, scales[block], block_numel, scratch, values.row(group.slice) + block * block_numel);
     }
   });
 }

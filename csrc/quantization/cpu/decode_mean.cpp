@@ -27,7 +27,7 @@ void launch_decode_mean(
     PayloadRows<const uint8_t> payloads, ValueRows<float> means, int64_t block_numel, bool accumulate, bool rotated) {
   for_each_group(payloads.slices, payloads.layout.blocks, block_numel, [&](const Group& group, float* scratch) {
     for (int64_t block = group.first_block; block < group.first_block + group.blocks; ++block) {
-      float* mean = means.run(group.slice) + block * block_numel;
+      float* mean = means.row(group.slice) + block * block_numel;
       float* total = accumulate ? scratch : mean;
       mean_block<kBits>(payloads, group.slice, block, block_numel, total);
       if (rotated) {

@@ -9,7 +9,7 @@ namespace {
 template <int kBits, class T>
 void encode(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, const Noise& noise) {
   for_each_group(payloads.slices, payloads.layout.blocks, block_numel, [&](const Group& group, float* scratch) {
-    const T* source = values.run(group.slice) + group.first_block * block_numel;
+    const T* source = values.row(group.slice) + group.first_block * block_numel;
     encode_group<kBits>(source, group, block_numel, noise, scratch, payloads);
   });
 }
@@ -17,7 +17,7 @@ void encode(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t bl
 template <int kBits, class T>
 void encode_rotated(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, const Noise& noise) {
   for_each_group(payloads.slices, payloads.layout.blocks, block_numel, [&](const Group& group, float* scratch) {
-    const T* source = values.run(group.slice) + group.first_block * block_numel;
+    const T* source = values.row(group.slice) + group.first_block * block_numel;
     uint32_t largest[kMostGroupBlocks];
     for (int64_t block = 0; block < group.blocks; ++block) {
       largest[block] = rotate(source + block * block_numel, block_numel, 1.0f, scratch + block * block_numel);

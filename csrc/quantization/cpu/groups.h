@@ -21,7 +21,7 @@ struct Group {
 
 inline int64_t group_blocks(int64_t block_numel) { return std::clamp<int64_t>(kGroupNumel / block_numel, 1, kMostGroupBlocks); }
 
-// Calls work(group, scratch) for every group of `slices` runs of `blocks` blocks, on the threads of at::parallel_for;
+// Calls work(group, scratch) for every group of `slices` rows of `blocks` blocks, on the threads of at::parallel_for;
 // scratch: fp32 of one group.
 template <class Work>
 void for_each_group(int64_t slices, int64_t blocks, int64_t block_numel, Work work) {

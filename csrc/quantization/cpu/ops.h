@@ -37,12 +37,12 @@ inline void decode_mean_blocks(
 inline void recode_mean_blocks(
     const at::Tensor& payloads,
     at::Tensor& recoded,
-    int64_t run_numel,
+    int64_t row_numel,
     int64_t bits,
     int64_t next_bits,
     int64_t block_numel,
     std::optional<int64_t> noise_key) {
-  const auto rows = rows_to_recode(payloads, recoded, run_numel, bits, next_bits, block_numel);
+  const auto rows = rows_to_recode(payloads, recoded, row_numel, bits, next_bits, block_numel);
   const Noise noise = noise_for(noise_key);
   dispatch_bits(bits, [&](auto kBits) {
     dispatch_bits(next_bits, [&](auto kNextBits) {

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(Teams::kGridBlockThreads)
         payloads.scales(0, slice) + block,
         share,
         is_wide,
-        values.run(slice) + block * block_numel);
+        values.row(slice) + block * block_numel);
   });
 }
 

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Teams::kGridBlockThreads) decode_mean_kernel(
     bool rotated,
     bool is_wide) {
   for_each_block<Teams>(payloads.slices, payloads.layout.blocks, block_numel, [&](int64_t slice, int64_t block, const Share& share) {
-    float* mean = means.run(slice) + block * block_numel;
+    float* mean = means.row(slice) + block * block_numel;
     for (int64_t index = 0; index < pieces_of<Teams>(share); ++index) {
       const Piece piece = piece_at<Teams>(share, index);
       float totals[Teams::kHeld][kChunkNumel];

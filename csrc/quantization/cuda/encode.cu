@@ -42,7 +42,7 @@ template <class Teams, int kBits, class Chunk, class T>
 __global__ void __launch_bounds__(Teams::kGridBlockThreads, Teams::kLeastGridBlocks)
     encode_kernel(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, Noise noise, bool is_wide) {
   for_each_block<Teams>(payloads.slices, payloads.layout.blocks, block_numel, [&](int64_t slice, int64_t block, const Share& share) {
-    const T* source = values.run(slice) + block * block_numel;
+    const T* source = values.row(slice) + block * block_numel;
     encode_block<Teams, kBits, Chunk>(
         share,
         [&](const Piece& piece, Chunk(&held)[Teams::kHeld]) { load_held<Teams>(source, share, piece, is_wide, held); },

@@ -156,7 +156,7 @@ cudaError_t start_grid(
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Starts kernel(arguments...) for `slices` runs of `blocks` blocks.
+// Starts kernel(arguments...) for `slices` rows of `blocks` blocks.
 template <class Teams, class... Parameters, class... Arguments>
 cudaError_t start(void (*kernel)(Parameters...), int64_t slices, int64_t blocks, cudaStream_t stream, Arguments... arguments) {
   const int64_t grid_blocks = (blocks + Teams::kTeamsPerGridBlock - 1) / Teams::kTeamsPerGridBlock;

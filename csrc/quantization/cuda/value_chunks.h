@@ -37,7 +37,7 @@ struct WideChunk {
 
 // ---- Memory ----------------------------------------------------------------------------------------------------------------------------
 
-// Whether all chunks of all runs start at multiples of 16 bytes. Blocks do within a run, because they have a multiple of 64 bytes.
+// Whether all chunks of all rows start at multiples of 16 bytes. Blocks do within a row, because they have a multiple of 64 bytes.
 template <class T>
 bool has_wide_access(const ValueRows<T>& rows, int64_t slices) {
   const auto stride_bytes = rows.slice_stride * static_cast<int64_t>(sizeof(T));

@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kTokenThreads)
   for_each_token(rows.tokens, [&](int64_t index) {
     const float upstream = grad_loss[index];
     const Token token{sums.largest[index], upstream / sums.sums[index], upstream, rows.labels[index] - rows.first};
-    T* const target = gradient.run(index);
-    for_each_chunk<kIsWide>(rows.logits.run(index), rows.columns, [&](int64_t first, int count, const PackedChunk<T>& chunk) {
+    T* const target = gradient.row(index);
+    for_each_chunk<kIsWide>(rows.logits.row(index), rows.columns, [&](int64_t first, int count, const PackedChunk<T>& chunk) {
       if (kIsWide && count == PackedChunk<T>::kNumel) {
         store_wide(gradient_of(chunk, first, token), target + first);
       } else {

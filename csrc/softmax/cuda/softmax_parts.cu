@@ -88,14 +88,14 @@ template <class T>
 __device__ __forceinline__ float label_logit(const LogitRows<T>& rows, int64_t token) {
   const int64_t label = rows.labels[token], column = label - rows.first;
   assert(label >= 0 && label < rows.entries && "a label is outside of the vocabulary");
-  return column >= 0 && column < rows.columns ? widened_one(rows.logits.run(token) + column) : 0.0f;
+  return column >= 0 && column < rows.columns ? widened_one(rows.logits.row(token) + column) : 0.0f;
 }
 
 template <bool kIsWide, class T>
 __global__ void __launch_bounds__(kTokenThreads) softmax_parts_kernel(LogitRows<T> rows, TokenSums<float> sums, float* label) {
   for_each_token(rows.tokens, [&](int64_t token) {
     RunningSum running;
-    for_each_chunk<kIsWide>(rows.logits.run(token), rows.columns, [&](int64_t, int count, const PackedChunk<T>& chunk) {
+    for_each_chunk<kIsWide>(rows.logits.row(token), rows.columns, [&](int64_t, int count, const PackedChunk<T>& chunk) {
       add_chunk(chunk, count, running);
     });
     const RunningSum whole = added(running);

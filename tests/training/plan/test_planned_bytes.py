@@ -162,12 +162,12 @@ def test_the_plan_of_differences_is_what_a_step_after_the_first_moves(name: str,
 
 
 def hops_of(policy: Policy, grid: Grid) -> tuple[int, list[Submit], list[Submit]]:
-    """Values of a slice's blocks run, the hops of the first climb and of the descent of one unit."""
+    """Values of a slice's blocks, the hops of the first climb and of the descent of one unit."""
     job = Job(policy, torch.bfloat16, WIDE, block_numel=BLOCK)
     hops = [item for item in planned_step(job, grid).items(1) if isinstance(item, Submit) and item.unit == "block.0"]
     climb, descent = ([hop for hop in hops if hop.lane.direction is direction] for direction in (Direction.CLIMB, Direction.DESCEND))
     spec = SmallModel(WIDE, torch.bfloat16).unit_specs()[1]
-    return FlatLayout(spec.params, grid.data_ranks, BLOCK).runs.blocks, climb[:2], descent
+    return FlatLayout(spec.params, grid.data_ranks, BLOCK).slice_shape.blocks, climb[:2], descent
 
 
 def test_a_difference_is_taken_and_encoded_once_and_every_slice_of_the_copy_is_decoded() -> None:
