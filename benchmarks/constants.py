@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -41,6 +41,7 @@ Row = Mapping[str, Any]  # of a file of results
 
 
 def main() -> int:
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     if not extension.load():
         print(f"error: {extension.report()}", file=sys.stderr)

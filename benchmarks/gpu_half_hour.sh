@@ -21,7 +21,7 @@ TEXT
 }
 
 case "${1:-}" in
-    1) seconds=560 parts=(library bits ladder one_rank features training speed) ;;
+    1) seconds=560 parts=(library bits threads one_rank features training speed) ;;
     2) seconds=560 parts=(library nccl resume lost_rank tensor offload sanitizer) ;;
     3) seconds=560 parts=(library script) ;;
     4) seconds=500 parts=(library counters) ;;

@@ -80,11 +80,11 @@ CODECS = Page(
     (
         "comm/codec.py:Codec",
         "comm/codec.py:Regions",
-        "comm/code.py:Runs",
+        "comm/code.py:SliceShape",
         "comm/codec.py:SignKeys",
         "comm/codecs.py:make_codec",
         "comm/codecs.py:CastCodec",
-        "comm/codecs.py:BlockCodec exact_run",
+        "comm/codecs.py:BlockCodec exact_values",
         "comm/gaussian_codec.py:GaussianCodec -",
     ),
 )

@@ -11,17 +11,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from drawing import house, ladder, lanes, memory, payload, quickstart, speedup, unit_life
+from drawing import house, lanes, memory, payload, quickstart, rungs, speedup, unit_life
 from drawing.canvas import THEMES, Canvas, Theme
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 PICTURES: dict[str, Callable[[Theme], Canvas]] = {
     "house": house.draw,
-    "ladder": ladder.draw,
     "lanes": lanes.draw,
     "memory": memory.draw,
     "payload": payload.draw,
     "quickstart": quickstart.draw,
+    "rungs": rungs.draw,
     "speedup": speedup.draw,
     "unit_life": unit_life.draw,
 }

@@ -1,4 +1,4 @@
-"""Trains with each configuration of the ladder on 4 ranks as 2 nodes x 2 over NCCL, and compares losses that must be equal bit for bit.
+"""Trains with the configurations of threads.py on 4 ranks as 2 nodes x 2 over NCCL, and compares losses that must be equal bit for bit.
 
 Ranks are processes that run the training script. On a machine with fewer GPUs than ranks they share them.
 """

@@ -36,7 +36,7 @@ WAVES: tuple[Wave, ...] = (
     (Part("library", 40, 20, 300, "builds and loads the library of kernels"),),
     (
         Part("bits", 70, 15, 150, "every kernel against the reference, bit for bit"),
-        Part("ladder", 75, 15, 150, "ranks as threads on one GPU: equal bits in all stages, also with random delays on every stream"),
+        Part("threads", 75, 15, 150, "ranks as threads on one GPU: equal bits in all stages, also with random delays on every stream"),
         Part("one_rank", 40, 15, 120, "a world of one against a plain torch model, and memory over 200 steps"),
         Part("features", 60, 15, 180, "compile, fp16, architectures, documents, kernels of attention"),
         Part(

@@ -67,7 +67,7 @@ def link_of(place: RankPlace) -> TensorLink:
     """The tensor link of this rank."""
     links = Links(place.backend, place.lanes, Ledger(place.backend.grid, place.backend.rank), place.device, place.streams)
     if links.tensor_link is None:
-        raise RuntimeError("there is no tensor link in a world of one ladder")
+        raise RuntimeError("there is no tensor link in a world without tensor ranks")
     return links.tensor_link
 
 

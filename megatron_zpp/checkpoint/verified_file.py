@@ -57,7 +57,7 @@ class VerifiedFile:
     def for_each_range(self, ranges: Iterable[ByteRange], use: Callable[[memoryview, int], None]) -> None:
         """Calls use(bytes, start) for each range, in any order. `use` must not keep the bytes: their buffer is filled again.
 
-        ranges: of at most CHUNKS_AT_ONCE chunks each. One thread reads them in order, which suits disks; other threads verify and call `use`.
+        ranges: of at most CHUNKS_AT_ONCE chunks each. One thread reads them in order, which suits disks; others verify and call `use`.
         """
         used: deque[tuple[bytearray, Future[None]]] = deque()
         buffer_bytes = min(CHUNKS_AT_ONCE * self._chunk_bytes, self._stored.nbytes)

@@ -52,7 +52,7 @@ class SliceShape:
 
 @dataclass(frozen=True)
 class Code:
-    """How the blocks of a slice crosses a link.
+    """How the blocks of a slice cross a link.
 
     bits: of each value: 4 or 8, and 1 to 4 with Gaussian levels. None: values are not quantized, but cross in a floating-point dtype that
     the codec is given.

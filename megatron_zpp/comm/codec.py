@@ -158,7 +158,7 @@ class Codec(ABC):
         next_codec.encode_into(mean, recoded)
 
     def add_into(self, payloads: Tensor, values: Regions) -> None:
-        """Adds the blocks of payloads [slices, payload_bytes], one from each member of a link, to `values`, and replaces their exact values.
+        """Adds the blocks of payloads [slices, payload_bytes], one from each member of a link, to `values`, and replaces the exact values.
 
         Called for weights that cross as differences. Sums are fp32, then rounded to the dtype of `values`.
         """

@@ -17,7 +17,7 @@ PART_ALIGNMENT_BYTES = 16
 
 
 def coded_bytes(row_numel: int, bits: int, block_numel: int) -> int:
-    """Bytes of the codes and scales of a run in one payload row.
+    """Bytes of the codes and scales of a row of values.
 
     bits: 4 or 8. block_numel: a multiple of 32. row_numel: a multiple of block_numel. Raises ValueError for anything else.
     """
@@ -31,7 +31,7 @@ def coded_bytes(row_numel: int, bits: int, block_numel: int) -> int:
 
 
 def gaussian_bytes(row_numel: int, bits: int) -> int:
-    """Bytes of the scales and Gaussian codes of a row of values, which a payload row has.
+    """Bytes of the scales and Gaussian codes of a row of values.
 
     bits: 1 to 4. row_numel: a multiple of 256. Raises ValueError for anything else.
     """

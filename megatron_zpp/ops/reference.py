@@ -101,7 +101,7 @@ def recode_mean_blocks(
 
 
 def mean_values(members: Tensor, mean: Tensor, accumulate: bool) -> None:
-    """Writes the mean of members [members, slices, numel] to `mean` [slices, numel], or adds it. Here alone a NaN may have any NaN's bits."""
+    """Writes the mean of members [members, slices, numel] to `mean` [slices, numel], or adds it. A NaN may have any NaN's bits here."""
     writes_at_once = mean.dtype == torch.float32 and not accumulate
     total = mean if writes_at_once else torch.empty(mean.shape, dtype=torch.float32, device=mean.device)
     total.copy_(members[0])

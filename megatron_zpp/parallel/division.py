@@ -1,8 +1,8 @@
 """How a parameter is divided over the tensor ranks of a group: what each of them holds, as stripes of the whole (no torch).
 
 Every parameter is seen as a matrix: one of one dim has one column, one of more than two dims has a row for each index of its first dim,
-and one of no dims is a single element. It is divided by rows, or by columns if it has two dims. Each tensor rank holds one or more ranges of
-them, one after the other. A range may have several holders, such as the keys of a group of queries that is spread over two ranks. The
+and one of no dims is a single element. It is divided by rows, or by columns if it has two dims. Each tensor rank holds one or more ranges
+of them, one after the other. A range may have several holders, such as the keys of a group of queries that is spread over two ranks. The
 parameter [6, 2], its rows in ranges of which two ranks hold the last:
 
     rows 0 1    holders 0        rank 0 has rows 0 1 4 5

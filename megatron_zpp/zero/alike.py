@@ -17,15 +17,19 @@ LONGEST_MISTAKE = 1024  # bytes of a text that ranks exchange
 
 @contextmanager
 def raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Raises UserError on every rank if the block raises one on any: with its own text, or with that of the first rank that has one."""
-    mistake = ""
+    """Ends the block with an error on every rank if it raises one on any: with its own, or with a UserError that names the first rank's."""
+    own: Exception | None = None
     try:
         yield
-    except ValueError as error:
-        mistake = str(error)
-    for rank, text in enumerate(_gather_texts(backend, device, mistake, LONGEST_MISTAKE)):
+    except Exception as error:  # whatever it is, other ranks must not wait for this one
+        own = error
+    mistake = "" if own is None else (isinstance(own, ValueError) and str(own)) or repr(own)
+    texts = _gather_texts(backend, device, mistake, LONGEST_MISTAKE)
+    if own is not None:
+        raise own
+    for rank, text in enumerate(texts):
         if text:
-            raise UserError(mistake or f"{text} (on rank {rank})")
+            raise UserError(f"{text} (on rank {rank})")
 
 
 def texts_of_ranks(backend: Backend, device: torch.device, own: str) -> list[str]:

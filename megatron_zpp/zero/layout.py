@@ -91,12 +91,12 @@ class FlatLayout:
 
         Those of a parameter are cut where elements begin or end that other tensor ranks share.
         """
-        for range_, base in self.ranges_of(first, slices):
+        for part, base in self.ranges_of(first, slices):
             for param in self.params:
-                start = max(range_.start, param.offset)
-                stop = min(range_.stop, param.offset + param.numel)
+                start = max(part.start, param.offset)
+                stop = min(part.stop, param.offset + param.numel)
                 if start < stop:
-                    yield from _segments(param.spec, start - param.offset, stop - param.offset, base + start - range_.start)
+                    yield from _segments(param.spec, start - param.offset, stop - param.offset, base + start - part.start)
 
     def paddings(self, first: int, slices: int) -> Iterator[Range]:
         """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order.

@@ -220,7 +220,7 @@ def test_the_machine_is_always_first_and_builds_apex_compile_and_what_needs_minu
     by_default = [name for wave in chosen() for name in (part.name for part in wave)]
     assert by_default[:2] == ["machine", "library"]
     assert set(all_parts()) - set(by_default) == {"builds", "apex", "compile", "sanitizer", "script", "counters"}
-    assert names_of(chosen(["compile", "ladder"])) == [["machine"], ["ladder"], ["compile"]]
+    assert names_of(chosen(["compile", "threads"])) == [["machine"], ["threads"], ["compile"]]
 
 
 def expected_seconds(waves: Sequence[Wave]) -> float:
@@ -261,7 +261,7 @@ class FakePart:
 
 def run_in_process(run: Callable[[Deadline, Outcome], None], file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(part_process.importlib, "import_module", lambda name: FakePart(run))
-    part_process.run_part("ladder", 10.0, file)
+    part_process.run_part("threads", 10.0, file)
     return read_json(file)
 
 
@@ -295,7 +295,7 @@ def test_the_time_of_a_part_begins_before_its_module_is_imported_which_imports_t
 
     monkeypatch.setattr(part_process, "Deadline", lambda seconds: Deadline(seconds, lambda: now[0]))
     monkeypatch.setattr(part_process.importlib, "import_module", import_module)
-    part_process.run_part("ladder", 10.0, tmp_path / "ladder.json")
+    part_process.run_part("threads", 10.0, tmp_path / "threads.json")
     assert left == [3.0]
 
 

@@ -79,7 +79,9 @@ def test_the_program_in_the_documentation_reads_every_parameter(saved: tuple[Wor
 
 
 @pytest.mark.parametrize("chunks_at_once", [1, 3])
-def test_no_chunk_is_read_twice_and_none_without_need(saved: tuple[World, Path], chunks_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_chunk_is_read_twice_and_none_without_need(
+    saved: tuple[World, Path], chunks_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some rows are longer than chunks here, others shorter."""
     chunks: Counter[tuple[Path, int]] = Counter()
 

@@ -70,7 +70,9 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 @settings(max_examples=60)
 @given(shapes(), bits_of_codes, dtypes)
-def test_a_payload_is_codes_scales_and_exact_values_each_padded_to_16_bytes(shape: tuple[int, SliceShape], bits: int, exact: torch.dtype) -> None:
+def test_a_payload_is_codes_scales_and_exact_values_each_padded_to_16_bytes(
+    shape: tuple[int, SliceShape], bits: int, exact: torch.dtype
+) -> None:
     block_numel, slice_shape = shape
     parts = [slice_shape.blocks * bits // 8, slice_shape.blocks // block_numel * 4, slice_shape.exact * torch.finfo(exact).bits // 8]
     padded = [next(size for size in range(0, 10_000, 16) if size >= part) for part in parts]

@@ -29,7 +29,9 @@ def _flat(regions: Regions) -> Tensor:
 @given(slice_shapes, st.sampled_from(DTYPES))
 def test_a_payload_is_its_two_regions_each_padded_to_16_bytes(slice_shape: SliceShape, dtype: torch.dtype) -> None:
     element_bytes = torch.finfo(dtype).bits // 8
-    padded = [next(size for size in range(0, 1000, 16) if size >= numel * element_bytes) for numel in (slice_shape.blocks, slice_shape.exact)]
+    padded = [
+        next(size for size in range(0, 1000, 16) if size >= numel * element_bytes) for numel in (slice_shape.blocks, slice_shape.exact)
+    ]
     assert CastCodec(dtype).payload_bytes(slice_shape) == sum(padded)
 
 
@@ -97,7 +99,9 @@ def test_the_mean_is_the_fp64_mean_within_the_rounding_of_its_operations(
     assert ((mean.double() - exact - (before.double() if accumulate else 0)).abs() <= bound).all()
 
 
-def _decoded_mean(slice_shape: SliceShape, members: int, slices: int, dtype: torch.dtype, accumulate: bool) -> tuple[Tensor, list[Tensor], Tensor]:
+def _decoded_mean(
+    slice_shape: SliceShape, members: int, slices: int, dtype: torch.dtype, accumulate: bool
+) -> tuple[Tensor, list[Tensor], Tensor]:
     codec = CastCodec(dtype)
     sent = [_values(slices, slice_shape, dtype, seed=10 + member, scale=4.0**member) for member in range(members)]
     payloads = _payloads(codec, members, slices, slice_shape=slice_shape)

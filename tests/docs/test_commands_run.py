@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
+import plan_run
 import pytest
 from harness.megatron_files import random_model, write_legacy
 from harness.pages import FENCED, Command, command_of, commands, text_of
 from harness.rank_pool import RankPool
 from harness.reader import ENTRY, SIZES, Reader
 from harness.small_gpt import LLAMA
+from plan_estimates import Sizes, sizes_of
 
 pytestmark = pytest.mark.gloo  # all of them: with one folder for the file, nothing is made twice
 README, CHECKPOINTS, DATA = "README.md", "docs/checkpoints.md", "docs/data.md"
@@ -121,22 +126,29 @@ def test_the_launcher_prints_the_commands_of_the_hosts_that_are_left(reader: Rea
         assert re.findall(r"\bssh .*?(node\d)", printed) == hosts
 
 
-def test_the_rows_that_the_long_sequences_page_shows_are_printed(reader: Reader) -> None:
+def printed_plan(page: str, beginning: str, sizes: Sequence[Sizes], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the command of the page prints if groups of ranks could have these sizes alone."""
+    monkeypatch.setattr(plan_run, "_other_sizes", lambda config, padded: [some for some in sizes if some != sizes_of(config)])
+    with redirect_stdout(io.StringIO()) as printed:
+        plan_run.run(*plan_run._split(plan_run._parser(), command_of(page, beginning).words[2:]))
+    return printed.getvalue()
+
+
+def test_the_rows_that_the_long_sequences_page_shows_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     page = text_of(LONG_SEQUENCES).split("## An 8B model")[1]
     shown = [re.split(r" *\| *", row.strip("| ")) for row in re.findall(r"^\| (?:ZeRO|lean|\d ).*\|$", page, re.MULTILINE)]
-    printed = [
-        re.split(r" *\| *", row.strip("| "))
-        for row in reader.run(command_of(LONG_SEQUENCES, "python tools/plan_run.py --nodes"), more="").splitlines()
-    ]
     assert len(shown) == 13
+    sizes = [Sizes(int(row[0]), int(row[1])) for row in shown if row[0].isdigit()]
+    printed = printed_plan(LONG_SEQUENCES, "python tools/plan_run.py --nodes", sizes, monkeypatch)
+    rows = [re.split(r" *\| *", row.strip("| ")) for row in printed.splitlines()]
     for row in shown:
         assert any(
-            cells[: 2 if row[0].isdigit() else 1] == row[: 2 if row[0].isdigit() else 1] and set(row) <= set(cells) for cells in printed
+            cells[: 2 if row[0].isdigit() else 1] == row[: 2 if row[0].isdigit() else 1] and set(row) <= set(cells) for cells in rows
         ), row
 
 
-def test_the_plan_of_the_slow_links_page_compares_the_members_and_recommends_one(reader: Reader) -> None:
-    printed = reader.run(command_of(SLOW_LINKS, "python tools/plan_run.py --nodes 24"))
+def test_the_plan_of_the_slow_links_page_compares_the_members_and_recommends_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = printed_plan(SLOW_LINKS, "python tools/plan_run.py --nodes 24", [], monkeypatch)
     for name in ("ZeRO-0", "ZeRO-3", "+qwZ", "+hpZ", "+qgZ", "ZeRO++", "lean-1", "lean-2", "lean"):
         assert f"| {name:<6} |" in printed
     assert "Recommended: " in printed

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from draw import FOLDER, PICTURES, drawn
-from drawing import house, ladder, lanes, memory, payload, quickstart, speedup, unit_life
+from drawing import house, lanes, memory, payload, quickstart, rungs, speedup, unit_life
 from drawing.canvas import THEMES
 from harness.places import ROOT
 
@@ -51,12 +51,12 @@ def test_words_of_a_picture_do_not_reach_beyond_its_edge() -> None:
             assert end <= width, (name, words)
 
 
-def test_the_ladder_shows_that_a_rung_is_filled_by_the_link_below_it() -> None:
+def test_the_picture_of_rungs_shows_that_a_rung_is_filled_by_the_link_below_it() -> None:
     for rank in range(4):
         column = [other for other in range(4) if other % 2 == rank % 2]
         row = [other for other in range(4) if other // 2 == rank // 2]
-        assert ladder.held("secondary", rank) == tuple(sorted(slice_ for other in column for slice_ in ladder.held("primary", other)))
-        assert ladder.held("full", rank) == tuple(sorted(slice_ for other in row for slice_ in ladder.held("secondary", other)))
+        assert rungs.held("secondary", rank) == tuple(sorted(slice_ for other in column for slice_ in rungs.held("primary", other)))
+        assert rungs.held("full", rank) == tuple(sorted(slice_ for other in row for slice_ in rungs.held("secondary", other)))
 
 
 def test_a_payload_of_lean_takes_less_than_a_quarter_of_16_bits() -> None:

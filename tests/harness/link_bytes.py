@@ -74,11 +74,17 @@ def session_of(case: Case, backend: CountingBackend, lanes: ThreadLanes) -> Sess
 
 def seen_by_ranks(case: Case) -> list[Seen]:
     """What every rank of the world sees while it trains and evaluates."""
-    return run_world(case.grid, partial(_train_and_evaluate, case))
+    ranks = run_world(case.grid, partial(_train_and_evaluate, case))
+    config, padded_vocab = ranks[0][0].config, ranks[0][0].padded_vocab
+    plan = plan_as_given(config, PlannedWorld(case.grid.nodes, case.grid.ranks_per_node, is_on_gpu=False), padded_vocab)
+    return [
+        Seen(session.engine.links.ledger, counted.calls, counted.received_bytes, STEPS * session.microbatches, plan)
+        for session, counted in ranks
+    ]
 
 
-def _train_and_evaluate(case: Case, backend: VirtualBackend) -> Seen:
-    counted, grid = CountingBackend(backend), case.grid
+def _train_and_evaluate(case: Case, backend: VirtualBackend) -> tuple[Session, CountingBackend]:
+    counted = CountingBackend(backend)
     session = session_of(case, counted, TurnLanes())
     for step in range(STEPS):
         session.step(step)
@@ -87,5 +93,4 @@ def _train_and_evaluate(case: Case, backend: VirtualBackend) -> Seen:
             for number in range(EVALUATED):
                 token_losses(session.model, session.batch(number), CPU)
     session.close()
-    plan = plan_as_given(session.config, PlannedWorld(grid.nodes, grid.ranks_per_node, is_on_gpu=False), session.padded_vocab)
-    return Seen(session.engine.links.ledger, counted.calls, counted.received_bytes, STEPS * session.microbatches, plan)
+    return session, counted

@@ -16,7 +16,6 @@ PROGRAMS = ("benchmarks", "examples", "megatron_zpp", "scripts", "tools", ENTRY)
 # Flags that are put after those of a page. They change sizes and lengths, and where a benchmark writes.
 SIZES = {
     "tools/train_tokenizer.py": "--vocab-size 600",
-    "tools/plan_run.py": "--num-layers 4",
     ENTRY: "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 "
     "--train-iters 4 --lr-warmup-iters 1 --save-interval 2 --log-interval 1 --eval-iters 0 --num-workers 0 --distributed-backend gloo",
     "benchmarks/checkpoint.py": "--directory . --megabytes 16 --piece-megabytes 2 --rounds 2 --iteration-seconds 0.01 --output made.json",

@@ -68,8 +68,9 @@ class WholeWorld:
         slices: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self.world_size
         for rank in self.ranks.values():
             unit = next(each for each in rank.engine.units if each.name == name)
-            slices[rank.engine.links.own_slice] = unit.main_weight[: unit.layout.slice_shape.blocks], unit.main_weight[unit.layout.slice_shape.blocks :]
-        return torch.cat([blocks for blocks, _ in slices]), torch.cat([exact for _, exact in slices])
+            blocks = unit.layout.slice_shape.blocks
+            slices[rank.engine.links.own_slice] = unit.main_weight[:blocks], unit.main_weight[blocks:]
+        return torch.cat([own for own, _ in slices]), torch.cat([exact for _, exact in slices])
 
     def working_weights(self, name: str, bits: LinkBits) -> Tensor:
         """What every rank should read of a unit: its parameters one after the other, in the dtype of the job."""

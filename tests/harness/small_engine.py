@@ -348,16 +348,13 @@ def plain_model(shape: ModelShape, dtype: torch.dtype = torch.float32) -> SmallM
     return model
 
 
-def train_plainly(job: Job, spare_share: float = 0.0) -> tuple[list[tuple[float, float]], SmallModel]:
-    """Loss and gradient norm per step of torch's own loop over the whole global batch in fp32, and the model at its end.
-
-    spare_share: the share of the batch, from its first sample on, that uses the spare parameters.
-    """
-    return _train_plainly(job.shape, job.steps, job.clip_grad, spare_share)
+def train_plainly(job: Job) -> tuple[list[tuple[float, float]], SmallModel]:
+    """Loss and gradient norm per step of torch's own loop over the whole global batch in fp32, and the model at its end."""
+    return _train_plainly(job.shape, job.steps, job.clip_grad)
 
 
 @cache
-def _train_plainly(shape: ModelShape, steps: int, clip_grad: float, spare_share: float) -> tuple[list[tuple[float, float]], SmallModel]:
+def _train_plainly(shape: ModelShape, steps: int, clip_grad: float) -> tuple[list[tuple[float, float]], SmallModel]:
     model = plain_model(shape)
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
@@ -366,12 +363,7 @@ def _train_plainly(shape: ModelShape, steps: int, clip_grad: float, spare_share:
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(adam.beta1, adam.beta2), eps=adam.eps)
     history = []
     for step in range(steps):
-        tokens, labels = global_batch(step)
-        cut = round(GLOBAL_BATCH * spare_share)
-        loss = torch.zeros(())
-        for rows, uses_spare in ((slice(0, cut), True), (slice(cut, None), False)):
-            if len(tokens[rows]):
-                loss = loss + model(tokens[rows], labels[rows], uses_spare) * (len(tokens[rows]) / GLOBAL_BATCH)
+        loss = model(*global_batch(step))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)

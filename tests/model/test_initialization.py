@@ -115,7 +115,9 @@ def test_the_first_values_of_every_part_have_the_bits_of_the_whole_models(model:
 WIDE = (BATCH_NUMEL // 1000 + 200, 1000)
 PARTS = (
     Division.evenly(WIDE, 1, 4, 1),
-    Division(WIDE, 0, (HeldRange(0, 500, (0,)), HeldRange(500, 600, (1,)), HeldRange(600, 1100, (0,)), HeldRange(1100, WIDE[0], (0, 1))), 1),
+    Division(
+        WIDE, 0, (HeldRange(0, 500, (0,)), HeldRange(500, 600, (1,)), HeldRange(600, 1100, (0,)), HeldRange(1100, WIDE[0], (0, 1))), 1
+    ),
 )
 
 

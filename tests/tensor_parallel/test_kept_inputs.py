@@ -67,8 +67,7 @@ def bits(model: GPT) -> list[Tensor]:
 def evaluate(model: GPT) -> None:
     model.eval()
     with torch.no_grad():
-        for _ in range(3):
-            forward(model)
+        forward(model)
     model.train()
 
 
@@ -91,13 +90,19 @@ MADE: dict[str, Callable[[TensorLink], KeptInputs]] = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "changes"), [(2, FULL), (2, CHUNKS_OF_TWO), (4, SOME)], ids=["2", "2, chunks of two", "4, some blocks"])
-def test_kept_inputs_change_no_bit_of_loss_and_gradients_whatever_is_evaluated_between(ranks: int, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "changes", "names"),
+    [(2, FULL, MADE), (2, CHUNKS_OF_TWO, ["divided", "on the host"]), (4, SOME, ["divided in an arena", "divided on the host"])],
+    ids=["2", "2, chunks of two", "4, some blocks"],
+)
+def test_kept_inputs_change_no_bit_of_loss_and_gradients_whatever_is_evaluated_between(
+    ranks: int, changes: dict[str, Any], names: list[str]
+) -> None:
     def program(link: TensorLink) -> None:
         plain = bits(gpt_of(link, **changes))
-        for make in MADE.values():
+        for name in names:
             model = gpt_of(link, **changes)
-            model.keep_inputs(make(link))
+            model.keep_inputs(MADE[name](link))
             found = bits(model)
             assert len(found) == len(plain) and all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
@@ -204,7 +209,7 @@ def bytes_after_steps(steps: int) -> set[int]:
 
 
 def test_memory_does_not_grow_over_training_and_evaluation() -> None:
-    assert len(bytes_after_steps(6)) == 1
+    assert len(bytes_after_steps(4)) == 1
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,12 @@ def run_here(*words: str) -> None:
     plan_run.run(*plan_run._split(plan_run._parser(), words))
 
 
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that one test has planned are known to the next one."""
+    monkeypatch.setattr(plan_run, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+
+
 @pytest.fixture
 def groups_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plans for other sizes of groups, which take most of the time."""
@@ -61,6 +68,13 @@ def groups_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_run, "CONTEXT_SIZES", (1,))
 
 
+@pytest.fixture
+def one_plan(groups_as_given: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of ZeRO-3, where the statement is about the run."""
+    monkeypatch.setattr(plan_run, "MEMBERS", (plan_run.ZERO_3,))
+
+
+@pytest.mark.usefixtures("groups_as_given")
 def test_bytes_and_memory_are_those_of_the_run(tmp_path: Path) -> None:
     found = plan(tmp_path, "--nodes", "3", "--inter-gigabits", "1", "--step-seconds", "0.1", "--device", "cpu")
     members = found["rates"][0]["members"]  # type: ignore[index]
@@ -81,6 +95,34 @@ def test_a_slow_link_recommends_the_fewest_bytes_that_fit_and_a_fast_one_the_pla
     (less,) = plan(tmp_path, *options[:3], "10", *options[5:-1], "15", flags=LARGE.split())["rates"]  # type: ignore[misc]
     assert less["recommended"] == "ZeRO++" and not less["members"]["lean"]["fits"]
     assert not slow["members"]["ZeRO-2"]["fits"] and slow["members"]["ZeRO-3"]["seconds"] > 2 * slow["members"]["ZeRO++"]["seconds"]
+
+
+@pytest.mark.usefixtures("groups_as_given")
+def test_where_nothing_fits_nothing_is_recommended_and_the_plan_that_needs_least_is_named_and_only_what_the_run_has_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--nodes", "24", "--inter-gigabits", "10", "--teraflops", "40", "--memory-gigabytes", "1"]
+    (rate,) = plan(tmp_path, *options, flags=LARGE.split())["rates"]  # type: ignore[misc]
+    assert rate["recommended"] is None
+    last = capsys.readouterr().out.replace("\n  ", " ").splitlines()[-1]
+    assert re.match(r"Recommended: none of these fits; .* \(\S+\) needs the least, [\d.]+ GiB\. Take more nodes, ", last)
+    assert "--checkpoint-activations" not in last and "--micro-batch-size" not in last
+
+
+@pytest.mark.usefixtures("groups_as_given")
+def test_an_optimizer_on_the_host_makes_room_on_the_device_counts_on_the_host_and_leaves_stage_0_as_it_is(tmp_path: Path) -> None:
+    options = ["--nodes", "24", "--inter-gigabits", "100", "--teraflops", "40"]
+    (plain,) = plan(tmp_path, *options, flags=LARGE.split())["rates"]  # type: ignore[misc]
+    flags = [*LARGE.split(), "--cpu-optimizer"]
+    (found,) = plan(tmp_path, *options, flags=flags)["rates"]  # type: ignore[misc]
+    for name, member in found["members"].items():
+        is_stage_0, before = name == "ZeRO-0", plain["members"][name]
+        assert before["host_bytes"] == 0 and (member["host_bytes"] > 0) is not is_stage_0
+        assert (member["memory_bytes"] < before["memory_bytes"]) is not is_stage_0
+        assert (member["seconds"] > before["seconds"]) is not is_stage_0
+    most = max(member["host_bytes"] for member in found["members"].values())
+    (small,) = plan(tmp_path, *options, "--host-memory-gigabytes", f"{16 * most / 1e9 - 0.01}", flags=flags)["rates"]  # type: ignore[misc]
+    assert any(member["fits"] is False for member in small["members"].values()) and small["members"]["ZeRO-0"]["fits"] is None
 
 
 # ---- the advice
@@ -109,8 +151,8 @@ def slowdown(rate: dict[str, Any]) -> float:
     ("options", "flags"),
     [
         *((f"{GPUS} --inter-gigabits 25", f"{B7} --global-batch-size {batch}") for batch in (32, 512, 1024)),
-        (f"{GPUS} --inter-gigabits 100 400", f"{B7} --num-layers 4 --global-batch-size 256"),
-        (f"{GPUS} --inter-gigabits 25 --memory-gigabytes 20", f"{B7} --num-layers 4 --global-batch-size 512"),
+        (f"{GPUS} --inter-gigabits 100 400", f"{B7} --global-batch-size 256"),
+        (f"{GPUS} --inter-gigabits 25 --memory-gigabytes 20", f"{B7} --global-batch-size 512"),
         *((f"{CPUS} 0.01 0.1 1", f"{ON_CPU} --global-batch-size {batch}") for batch in (4, 32)),
         (f"{CPUS} 0.1 10 --inter-milliseconds 50", f"{ON_CPU} --global-batch-size 32"),
     ],
@@ -121,8 +163,9 @@ def test_no_plan_that_fits_is_more_than_3_percent_faster_than_the_recommended_on
 
 
 def test_groups_that_a_run_has_by_its_flags_give_way_to_faster_ones_and_the_text_says_what_they_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plan_run, "CONTEXT_SIZES", (1,))
     flags = f"{ON_CPU} --global-batch-size 32 --tensor-model-parallel-size 2"
     (rate,) = rates(tmp_path, f"{CPUS} 0.1", flags)
     assert slowdown(rate) <= WORTHWHILE and rate["choices"][0]["tensor_model_parallel_size"] == 1
@@ -197,7 +240,7 @@ def test_fewer_features_come_before_fewer_bytes_between_nodes_and_those_before_l
 
 @pytest.mark.usefixtures("groups_as_given")
 def test_over_a_fast_link_zero_1_is_preferred_to_zero_2_which_sends_gradients_of_each_micro_batch(tmp_path: Path) -> None:
-    (rate,) = rates(tmp_path, f"{GPUS} --inter-gigabits 400", f"{B7} --num-layers 4 --global-batch-size 1024")
+    (rate,) = rates(tmp_path, f"{GPUS} --inter-gigabits 400", f"{B7} --global-batch-size 1024")
     assert rate["recommended"] == "ZeRO-1"
     assert rate["members"]["ZeRO-2"]["inter_node_bytes"] > 8 * rate["members"]["ZeRO-1"]["inter_node_bytes"]
 
@@ -206,7 +249,7 @@ def test_over_a_fast_link_zero_1_is_preferred_to_zero_2_which_sends_gradients_of
 def test_the_next_choices_are_named_with_what_they_cost_beside_the_recommended_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (rate,) = rates(tmp_path, f"{GPUS} --inter-gigabits 25", f"{B7} --num-layers 4 --global-batch-size 512")
+    (rate,) = rates(tmp_path, f"{GPUS} --inter-gigabits 25", f"{B7} --global-batch-size 512")
     first, second, third = rate["choices"]
     lines = capsys.readouterr().out.replace("\n  ", " ").splitlines()
     advice = [line for line in lines if "choice: " in line or line.startswith("Recommended: ")]
@@ -240,14 +283,6 @@ def test_of_two_members_that_are_equally_fast_the_one_in_less_memory_is_called_t
     assert "Recommended: --zero-stage 2 (ZeRO-2, the fastest)" in capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.usefixtures("groups_as_given")
-def test_where_nothing_fits_the_plan_that_needs_least_is_named_and_only_what_the_run_has_not(capsys: pytest.CaptureFixture[str]) -> None:
-    run_here("--nodes", "1", "--teraflops", "40", "--memory-gigabytes", "1", "--", *LARGE.split())
-    last = capsys.readouterr().out.replace("\n  ", " ").splitlines()[-1]
-    assert re.match(r"Recommended: none of these fits; .* \(\S+\) needs the least, [\d.]+ GiB\. Take more nodes, ", last)
-    assert "--checkpoint-activations" not in last and "--micro-batch-size" not in last
-
-
 # ---- what is printed
 
 
@@ -262,7 +297,11 @@ def test_where_nothing_fits_the_plan_that_needs_least_is_named_and_only_what_the
         ("--nodes 16 --inter-gigabits 1 --teraflops 1e-6", "--hidden-size 65536 --num-attention-heads 128 --ranks-per-node 8"),
     ],
 )
-def test_no_line_is_wider_than_a_terminal(options: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_line_is_wider_than_a_terminal(
+    options: str, flags: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_run, "TENSOR_SIZES", (8,))
+    monkeypatch.setattr(plan_run, "CONTEXT_SIZES", (1, 16))
     run_here(*options.split(), "--", *RUN, *flags.split())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= COLUMNS
@@ -288,7 +327,7 @@ def test_speed_is_that_of_the_whole_job_and_of_one_rank_and_mfu_is_of_the_given_
     assert "MFU: of " in printed and "TFLOP/s (--device-peak-tflops)" in " ".join(printed.split())
 
 
-@pytest.mark.usefixtures("groups_as_given")
+@pytest.mark.usefixtures("one_plan")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -322,13 +361,19 @@ def test_the_round_trip_between_nodes_makes_every_member_slower_and_none_of_one_
 # ---- members and sizes
 
 
-def test_where_a_flag_contradicts_lean_the_others_are_planned_and_a_line_says_why() -> None:
-    finished = run_tool("plan_run", "--nodes", "3", "--inter-gigabits", "1", "--teraflops", "1", "--", *RUN)
+def test_where_a_flag_contradicts_lean_the_others_are_planned_and_a_line_says_why_whatever_the_processes_that_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--nodes", "3", "--inter-gigabits", "1", "--teraflops", "1", "--", *RUN, "--ranks-per-node", "1")
+    finished = run_tool("plan_run", *words)
     assert finished.returncode == 0 and "| ZeRO++ |" in finished.stdout and "| lean" not in finished.stdout
     assert "\nLeft out: lean-1, lean-2, lean: --quantization-block-size 32 does not fit" in finished.stdout
+    run_here(*words)
+    assert capsys.readouterr().out == finished.stdout
 
 
-def test_a_table_has_a_line_for_each_pair_of_sizes_that_groups_of_ranks_could_have(tmp_path: Path) -> None:
+def test_a_table_has_a_line_for_each_pair_of_sizes_that_groups_of_ranks_could_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_run, "COMPARED", [member for member in MEMBERS if member.name == "ZeRO-1"])
     flags = [*RUN, "--ranks-per-node", "8", "--global-batch-size", "32"]
     found = plan(tmp_path, "--nodes", "2", "--inter-gigabits", "1", "--teraflops", "1", flags=flags)
     sizes = {
@@ -352,7 +397,7 @@ def test_a_member_without_a_partition_has_no_flag_for_one() -> None:
     assert "--zero-hpz-partition-size 2" in MEMBERS[5].flags(2, 2)
 
 
-@pytest.mark.usefixtures("groups_as_given")
+@pytest.mark.usefixtures("one_plan")
 @pytest.mark.parametrize("host", [[], ["--host-memory-gigabytes", "1"]])
 def test_without_the_memory_of_a_rank_nothing_is_said_to_fit(host: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     run_here("--nodes", "2", "--inter-gigabits", "1", "--teraflops", "400", *host, "--", *RUN, "--ranks-per-node", "1")
@@ -361,11 +406,6 @@ def test_without_the_memory_of_a_rank_nothing_is_said_to_fit(host: list[str], ca
 
 
 @pytest.mark.usefixtures("groups_as_given")
-def test_where_nothing_fits_nothing_is_recommended(tmp_path: Path) -> None:
-    options = ["--nodes", "1", "--inter-gigabits", "10", "--teraflops", "40", "--memory-gigabytes", "1"]
-    assert plan(tmp_path, *options, flags=LARGE.split())["rates"][0]["recommended"] is None  # type: ignore[index]
-
-
 def test_details_of_a_feature_count_where_the_feature_is_on(tmp_path: Path) -> None:
     options = ["--nodes", "2", "--inter-gigabits", "1", "--step-seconds", "0.1"]
     plain, wide = (plan(tmp_path, *options, flags=[*RUN, *more]) for more in ([], ["--zero-quantized-gradients-inter-bits", "8"]))
@@ -374,6 +414,7 @@ def test_details_of_a_feature_count_where_the_feature_is_on(tmp_path: Path) -> N
     assert wide_members["ZeRO-3"] == plain_members["ZeRO-3"]
 
 
+@pytest.mark.usefixtures("groups_as_given")
 def test_the_stage_of_a_deepspeed_file_does_not_make_all_members_one(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}')
     options = ["--nodes", "2", "--inter-gigabits", "1", "--step-seconds", "0.1"]
@@ -390,7 +431,7 @@ def test_a_vocabulary_of_files_is_counted(tmp_path: Path) -> None:
         plan_run._vocab_size(parse_flags(["--mock-data", "--tokenizer-type", "GPT2BPETokenizer", "--merge-file", merge_file]))
 
 
-@pytest.mark.usefixtures("groups_as_given")
+@pytest.mark.usefixtures("one_plan")
 def test_a_plan_with_a_tokenizer_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vocab_file, merge_file = write_gpt2_files(tmp_path, 300)
     words = [word for word in RUN if word not in ("--vocab-size", "100")]
@@ -407,7 +448,7 @@ def test_a_plan_with_a_tokenizer_needs_no_data(tmp_path: Path, capsys: pytest.Ca
     assert "vocabulary of 300 (of GPT2BPETokenizer)" in capsys.readouterr().out.replace("\n  ", " ")
 
 
-@pytest.mark.usefixtures("groups_as_given")
+@pytest.mark.usefixtures("one_plan")
 def test_what_the_run_takes_from_its_checkpoint_the_plan_takes_too(tmp_path: Path) -> None:
     first = resolve(parse_flags([*RUN, "--num-query-groups", "2"]), 2, 2)
     write_manifest(tmp_path / "saved", manifest_of_run(first, 104, iteration=30, consumed_samples=240))
@@ -437,7 +478,7 @@ def test_mistakes_end_in_one_line_that_says_what_to_do(words: str, expected: str
     assert expected in finished.stderr.splitlines()[-1]
 
 
-@pytest.mark.usefixtures("groups_as_given")
+@pytest.mark.usefixtures("one_plan")
 def test_only_one_node_is_planned_without_the_rate_of_its_link_which_nothing_crosses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -465,25 +506,9 @@ def test_torch_is_not_imported_for_help_and_for_mistakes_in_flags(mistake: list[
     assert found.returncode == (2 if mistake else 0) and found.stdout.endswith("left out\n")
 
 
-@pytest.mark.usefixtures("groups_as_given")
-def test_an_optimizer_on_the_host_makes_room_on_the_device_counts_on_the_host_and_leaves_stage_0_as_it_is(tmp_path: Path) -> None:
-    options = ["--nodes", "2", "--inter-gigabits", "100", "--teraflops", "40"]
-    (plain,) = plan(tmp_path, *options, flags=LARGE.split())["rates"]  # type: ignore[misc]
-    flags = [*LARGE.split(), "--cpu-optimizer"]
-    (found,) = plan(tmp_path, *options, flags=flags)["rates"]  # type: ignore[misc]
-    for name, member in found["members"].items():
-        is_stage_0, before = name == "ZeRO-0", plain["members"][name]
-        assert before["host_bytes"] == 0 and (member["host_bytes"] > 0) is not is_stage_0
-        assert (member["memory_bytes"] < before["memory_bytes"]) is not is_stage_0
-        assert (member["seconds"] > before["seconds"]) is not is_stage_0
-    most = max(member["host_bytes"] for member in found["members"].values())
-    (small,) = plan(tmp_path, *options, "--host-memory-gigabytes", f"{16 * most / 1e9 - 0.01}", flags=flags)["rates"]  # type: ignore[misc]
-    assert any(member["fits"] is False for member in small["members"].values()) and small["members"]["ZeRO-0"]["fits"] is None
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_processes_that_plan_end_with_a_tool_that_is_killed() -> None:
-    words = [sys.executable, "tools/plan_run.py", "--nodes", "2", "--inter-gigabits", "1", "--teraflops", "100", "--", *LARGE.split()]
+    words = [sys.executable, "tools/plan_run.py", "--nodes", "2", "--inter-gigabits", "1", "--teraflops", "100", "--", *RUN]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     processes = min(len(own_cores()), plan_run.MOST_PROCESSES)
     wait_until(lambda: len(children_of(process.pid)) == processes, "not every processor plans", pause_seconds=0.01)

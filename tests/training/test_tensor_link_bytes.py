@@ -25,13 +25,13 @@ PAIR, FOUR, TWO_PAIRS = Grid.of_nodes(1, 2, 2), Grid.of_nodes(1, 4, 4), Grid.of_
 
 CASES = {
     "plain": Case("--hidden-dropout 0", FOUR),
-    "2 micro-batches": Case("--bf16 --global-batch-size 8", TWO_PAIRS),
     "hidden states of which ranks cannot have equal parts": Case("--hidden-size 36 --seq-length 7 --max-position-embeddings 8", FOUR),
-    "untied, SwiGLU, rotary": Case(
-        "--untie-embeddings-and-output-weights --swiglu --position-embedding-type rope --disable-bias-linear", PAIR
+    "2 micro-batches, untied, SwiGLU, rotary": Case(
+        "--bf16 --global-batch-size 8 --untie-embeddings-and-output-weights --swiglu --position-embedding-type rope --disable-bias-linear",
+        TWO_PAIRS,
     ),
     "selective": Case("--recompute-granularity selective", PAIR),
-    "full": Case(f"{FULL} uniform --recompute-num-layers 2 --bf16", FOUR),
+    "full": Case(f"{FULL} uniform --recompute-num-layers 2 --bf16", PAIR),
     "divided inputs": Case(f"{FULL} uniform --recompute-num-layers 2 --bf16 --partition-activations", FOUR),
     "divided inputs of some blocks in an arena, 2 micro-batches": Case(
         f"{FULL} block --recompute-num-layers 2 --partition-activations --contiguous-checkpointing --global-batch-size 8", TWO_PAIRS
@@ -39,11 +39,11 @@ CASES = {
     "some blocks, no dropout, loss in chunks": Case(
         f"{FULL} block --recompute-num-layers 2 --hidden-dropout 0 --loss-chunk-tokens 5", PAIR
     ),
-    "sequence parallel, 2 micro-batches": Case(f"{SEQUENCE} --bf16 --global-batch-size 8", TWO_PAIRS),
-    "sequence parallel, selective": Case(f"{SEQUENCE} --recompute-granularity selective --swiglu --hidden-dropout 0", FOUR),
+    "sequence parallel, some blocks, untied, 2 micro-batches": Case(
+        f"{SEQUENCE} {FULL} block --recompute-num-layers 1 --bf16 --global-batch-size 8 --untie-embeddings-and-output-weights", TWO_PAIRS
+    ),
+    "sequence parallel, selective": Case(f"{SEQUENCE} --recompute-granularity selective --swiglu --hidden-dropout 0", PAIR),
     "sequence parallel, full, loss in chunks": Case(f"{SEQUENCE} {FULL} uniform --recompute-num-layers 2 --loss-chunk-tokens 6", FOUR),
-    "sequence parallel, full, no dropout": Case(f"{SEQUENCE} {FULL} uniform --recompute-num-layers 1 --hidden-dropout 0 --bf16", PAIR),
-    "sequence parallel, some blocks": Case(f"{SEQUENCE} {FULL} block --recompute-num-layers 1 --untie-embeddings-and-output-weights", PAIR),
 }
 
 

@@ -48,7 +48,7 @@ ROWS = {
     "stage 2, 2 x 2": ("--zero-stage 2 --bf16 --global-batch-size 4", TWO_PAIRS),
     "stage 3, 2 x 2, micro-batches, chunks of two": ("--zero-stage 3 --bf16 --global-batch-size 8 --recompute-num-layers 2", TWO_PAIRS),
     "ZeRO++, whole layers": ("--zeropp paper --bf16", Grid.of_nodes(2, 2)),
-    "lean, 2 nodes of 2 x 2": ("--zeropp lean --bf16 --quantization-block-size 256", Grid.of_nodes(2, 4, 2)),
+    "lean, 2 nodes of a pair": ("--zeropp lean --zero-stage 2 --bf16 --quantization-block-size 256", Grid.of_nodes(2, 2, 2)),
     "stage 3, 4 tensor ranks": ("--zero-stage 3", Grid.of_nodes(1, 4, 4)),
 }
 History = tuple[tuple[str, str], ...]  # written out: a norm may be infinite or NaN

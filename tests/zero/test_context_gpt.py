@@ -36,8 +36,8 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "gpt, grid, sequence_parallel, rows",
     [
         ("GPT-2", Grid.of_nodes(2, 2, 1, 2), False, list(RECOMPUTED)),
-        ("Llama 3", Grid.of_nodes(2, 2, 1, 4), False, ["stage 0", "stage 2", "stage 3"]),
-        ("Qwen3, tied", Grid.of_nodes(2, 4, 2, 2), True, ["stage 0", "stage 3", "hpZ"]),
+        ("Llama 3", Grid.of_nodes(2, 2, 1, 4), False, ["stage 2", "stage 3"]),
+        ("Qwen3, tied", Grid.of_nodes(2, 2, 2, 2), True, ["stage 0", "hpZ"]),
         ("one key head, every bias", Grid.of_nodes(2, 4, 2, 4), False, ["stage 1", "hpZ"]),
     ],
     ids=str,
@@ -66,8 +66,8 @@ def test_every_stage_gives_the_same_bits_with_and_without_recomputation(
 def test_losses_norms_and_first_weights_are_those_of_whole_samples(
     gpt: str, grid: Grid, sequence_parallel: bool, changes: dict[str, Any]
 ) -> None:
-    """Over 8 steps at a rate of 1e-3 in fp32: gradients are added over tokens in another order."""
-    job = Job(POLICIES[3], steps=8, clip_grad=CLIPS)
+    """Over 2 steps at a rate of 1e-3 in fp32: gradients are added over tokens in another order."""
+    job = Job(POLICIES[3], steps=2, microbatches=2, clip_grad=CLIPS)
     shared, alone = (
         train_gpt(each, job, gpt, sequence_parallel=sequence_parallel, rate=1e-3, **changes) for each in (grid, whole_samples(grid))
     )
@@ -82,20 +82,19 @@ def test_losses_norms_and_first_weights_are_those_of_whole_samples(
         ("qgZ", "Llama 3", Grid.of_nodes(2, 2, 1, 4), False),
         ("paper", "Llama 3", Grid.of_nodes(2, 4, 2, 2), True),
         ("lean", "Qwen3, tied", Grid.of_nodes(2, 4, 2, 4), False),
-        ("lean", "GPT-2", Grid.of_nodes(2, 2, 1, 2), False),
     ],
 )
 def test_rows_with_codes_train_on_shared_samples_like_on_whole_ones(row: str, gpt: str, grid: Grid, sequence_parallel: bool) -> None:
-    job = Job(ROWS[row], torch.bfloat16, steps=4, microbatches=2, block_numel=256)
+    job = Job(ROWS[row], torch.bfloat16, block_numel=256)
     shared = train_gpt(grid, job, gpt, sequence_parallel=sequence_parallel)
-    alone = train_gpt(Grid.of_nodes(1, 1), Job(POLICIES[3], torch.bfloat16, steps=4, microbatches=2), gpt)
+    alone = train_gpt(Grid.of_nodes(1, 1), Job(POLICIES[3], torch.bfloat16), gpt)
     assert mean_losses(shared.histories) == pytest.approx(mean_losses(alone.histories), rel=0.02)
 
 
 def test_in_16_bits_the_bits_depend_on_neither_stage_nor_recomputation() -> None:
     grid, changes = Grid.of_nodes(2, 4, 2, 2), {"hidden_dropout": 0.1}
     first, *others = (
-        train_gpt(grid, Job(ROWS[row], torch.bfloat16, steps=3), "Llama 3", sequence_parallel=True, **changes | change)
+        train_gpt(grid, Job(ROWS[row], torch.bfloat16, steps=2), "Llama 3", sequence_parallel=True, **changes | change)
         for row, change in (("stage 0", {}), ("stage 2", FULL), ("hpZ", {"recompute_granularity": "selective"}))
     )
     assert all(same_bits(other, first) for other in others)

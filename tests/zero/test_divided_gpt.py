@@ -29,8 +29,8 @@ def one_tensor_rank(grid: Grid) -> Grid:
 @pytest.mark.parametrize(
     "gpt, grid, sequence_parallel, rows",
     [
-        ("GPT-2", Grid.of_nodes(2, 4, 2), False, ("stage 0", "stage 1", "stage 3")),
-        ("Qwen3, tied", Grid.of_nodes(2, 4, 2), True, ("stage 0", "stage 2", "hpZ")),
+        ("GPT-2", Grid.of_nodes(2, 2, 2), False, ("stage 0", "stage 1", "stage 3")),
+        ("Qwen3, tied", Grid.of_nodes(2, 4, 2), True, ("stage 2", "hpZ")),
         ("Llama 3", Grid.of_nodes(2, 4, 4), True, ("stage 0", "stage 3")),
         ("one key head, every bias", Grid.of_nodes(1, 4, 4), False, ("stage 0", "stage 2")),
         ("Llama 3", Grid.of_nodes(2, 2), False, ("stage 0", "stage 3")),
@@ -61,8 +61,8 @@ def test_every_row_gives_the_same_bits_with_and_without_recomputation(
 def test_losses_norms_and_first_weights_are_those_of_one_tensor_rank(
     gpt: str, grid: Grid, sequence_parallel: bool, changes: dict[str, Any]
 ) -> None:
-    """Over 5 steps at a rate of 1e-3 in fp32: sums over tensor ranks are taken in another order."""
-    job = Job(POLICIES[3], steps=5, clip_grad=CLIPS)
+    """Over 3 steps at a rate of 1e-3 in fp32: sums over tensor ranks are taken in another order."""
+    job = Job(POLICIES[3], clip_grad=CLIPS)
     divided = train_gpt(grid, job, gpt, sequence_parallel=sequence_parallel, rate=1e-3, **changes)
     alone = train_gpt(one_tensor_rank(grid), job, gpt, rate=1e-3, **changes)
     assert mean_losses(divided.histories) == pytest.approx(mean_losses(alone.histories), rel=1e-6)

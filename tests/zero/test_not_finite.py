@@ -41,8 +41,12 @@ def _id(bits: LinkBits) -> str:
 # ---- over the ladder: every element that there is
 
 
-@pytest.mark.parametrize("bits", BITS, ids=_id)
-@pytest.mark.parametrize("world", [(2, 2), (3, 2), (1, 3), (3, 1)], ids=str)
+# All of them with two links; each number of bits on each link in every other world.
+@pytest.mark.parametrize(
+    "world, bits",
+    [*(((2, 2), bits) for bits in BITS), *((world, bits) for world in ((3, 2), (1, 3), (3, 1)) for bits in (BITS[1], BITS[5], BITS[6]))],
+    ids=str,
+)
 def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_slice_and_nowhere_else(
     world: tuple[int, int], bits: LinkBits
 ) -> None:
@@ -63,7 +67,9 @@ def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_
             if backend.rank == on_rank:
                 flat[place] = bad
             primary = torch.zeros(slice_shape.numel)
-            links.lanes.wait(links.descend("unit", codecs, Regions.of(flat, slice_shape), Regions.of(primary, slice_shape), accumulate=True)[-1])
+            links.lanes.wait(
+                links.descend("unit", codecs, Regions.of(flat, slice_shape), Regions.of(primary, slice_shape), accumulate=True)[-1]
+            )
             arrived.append(not primary.isfinite().all())
         return links.own_slice, arrived
 
@@ -147,7 +153,7 @@ def _check_one_skip(rank: Rank, spoil: Spoil) -> None:
 
 # Each number of bits on each link, and each dtype with and without recomputation; all others are long.
 @pytest.mark.parametrize(
-    "bits", [pytest.param(bits, marks=[] if turn in (0, 2, 5, 7) else pytest.mark.long) for turn, bits in enumerate(BITS)], ids=_id
+    "bits", [pytest.param(bits, marks=[] if turn in (1, 5, 6) else pytest.mark.long) for turn, bits in enumerate(BITS)], ids=_id
 )
 def test_one_bad_element_of_any_parameter_skips_the_step_on_every_rank_as_if_it_had_never_been(bits: LinkBits) -> None:
     turn = BITS.index(bits)
@@ -166,13 +172,14 @@ ROWS: dict[str, Policy] = {
 
 @pytest.mark.parametrize("row", list(ROWS))
 def test_one_bad_element_skips_the_step_in_every_row(row: str) -> None:
-    _check_skips(Job(ROWS[row], torch.bfloat16, ModelShape((17,)), steps=3, microbatches=2), first=list(ROWS).index(row))
+    turn = list(ROWS).index(row)
+    _check_skips(Job(ROWS[row], torch.bfloat16, ModelShape((17,)), steps=3, microbatches=1 + turn % 2), first=turn)
 
 
-@pytest.mark.parametrize("bits", [LinkBits(4, 4), LinkBits(8, 8), LinkBits(4, 16)], ids=_id)
+@pytest.mark.parametrize("bits", [LinkBits(4, 8), LinkBits(8, 16)], ids=_id)
 def test_a_gradient_too_large_for_fp16_skips_the_step_and_lowers_the_loss_scale(bits: LinkBits) -> None:
     policy = with_quantized_gradients(POLICIES[3], bits.codes())
-    job = Job(policy, torch.float16, ModelShape((5,)), steps=1, loss_scaler=lambda: DynamicLossScaler(scale=2.0**24, hysteresis=1))
+    job = Job(policy, torch.float16, ModelShape((5,)), steps=1, loss_scaler=lambda: DynamicLossScaler(scale=2.0**20, hysteresis=1))
 
     def program(backend: VirtualBackend) -> tuple[int, float, bool]:
         rank = Rank(job, backend)
@@ -186,4 +193,4 @@ def test_a_gradient_too_large_for_fp16_skips_the_step_and_lowers_the_loss_scale(
     results = run_world((2, 2), program)
     assert len(set(results)) == 1
     skipped, scale, is_finite = results[0]
-    assert skipped > 0 and scale == 2.0 ** (24 - skipped) and is_finite
+    assert skipped > 0 and scale == 2.0 ** (20 - skipped) and is_finite

@@ -54,7 +54,7 @@ ROWS: dict[str, Policy] = {
     "lean": with_gradients_summed_on_secondary(LEAN),
     "lean in stage 1": with_quantized_gradients(with_weight_differences(POLICIES[1], DIFFERENCES), GAUSSIAN),
 }
-SHAPE = ModelShape(inner=(17, 40, 16))
+SHAPE = ModelShape()
 
 
 def job_of(policy: Policy, **changes: object) -> Job:
@@ -70,21 +70,14 @@ def offloaded(job: Job) -> Job:
     "row, world, dtype, microbatches, chunk",
     [
         ("stage 1", (1, 1), torch.float32, 2, 1),
-        ("stage 1", (2, 2), torch.bfloat16, 1, 0),
         ("stage 2", (1, 2), torch.float16, 1, 2),
-        ("stage 2", (2, 2), torch.bfloat16, 2, 1),
         ("stage 3", (2, 1), torch.bfloat16, 2, 0),
-        ("stage 3", (1, 2), torch.float32, 1, 2),
         ("qwZ", (3, 2), torch.float32, 1, 1),
-        ("qwZ", (2, 2), torch.bfloat16, 2, 0),
         ("qwZ in stage 1", (2, 1), torch.float16, 1, 1),
         ("hpZ", (2, 2), torch.bfloat16, 2, 2),
-        ("qgZ", (3, 2), torch.bfloat16, 2, 1),
-        ("qgZ", (2, 1), torch.float32, 1, 0),
+        ("qgZ", (2, 2), torch.float32, 1, 0),
         ("ZeRO++", (2, 2), torch.float16, 2, 0),
-        ("ZeRO++", (1, 2), torch.bfloat16, 1, 1),
         ("lean", (2, 2), torch.bfloat16, 2, 1),
-        ("lean", (3, 2), torch.float16, 1, 0),
         ("lean in stage 1", (2, 1), torch.float32, 2, 2),
     ],
     ids=str,
@@ -139,7 +132,7 @@ def with_evaluations(job: Job) -> Callable[[VirtualBackend], list[tuple[float, f
     return program
 
 
-@pytest.mark.parametrize("row", ["stage 1", "ZeRO++", "lean"])
+@pytest.mark.parametrize("row", ["stage 1", "lean"])
 def test_three_evaluations_after_each_step_have_the_losses_and_norms_of_a_run_without_offload(row: str) -> None:
     job = job_of(ROWS[row], steps=2)
     assert run_world((2, 2), with_evaluations(offloaded(job))) == run_world((2, 2), with_evaluations(job))
@@ -148,8 +141,8 @@ def test_three_evaluations_after_each_step_have_the_losses_and_norms_of_a_run_wi
 # ---- skipped steps
 
 
-@pytest.mark.parametrize("row", ["stage 2", "ZeRO++"])
-def test_a_skipped_step_moves_nothing_over_the_host_link_and_changes_no_weight(row: str) -> None:
+@pytest.mark.parametrize("row, world", [("stage 2", (1, 2)), ("ZeRO++", (2, 2))], ids=str)
+def test_a_skipped_step_moves_nothing_over_the_host_link_and_changes_no_weight(row: str, world: tuple[int, int]) -> None:
     job = offloaded(job_of(ROWS[row], dtype=torch.float16, steps=4, loss_scaler=overflowing))
 
     def program(gpu: Gpu) -> list[tuple[bool, int, bool]]:
@@ -168,7 +161,7 @@ def test_a_skipped_step_moves_nothing_over_the_host_link_and_changes_no_weight(r
         rank.engine.close()
         return found
 
-    for found in run_on_gpus((2, 2), program):
+    for found in run_on_gpus(world, program):
         skipped = [(crossings, same) for is_skipped, crossings, same in found if is_skipped]
         made = [(crossings, same) for is_skipped, crossings, same in found if not is_skipped]
         assert skipped and all(crossings == 0 and same for crossings, same in skipped)
@@ -202,15 +195,14 @@ def test_states_on_device_and_host_are_those_of_the_plan_to_the_byte(row: str, w
 
 @pytest.mark.parametrize(
     "row, world, microbatches, exact_iterations",
-    [("stage 2", (2, 1), 2, 0), ("stage 3", (1, 1), 1, 0), ("stage 3", (1, 2), 3, 0), ("ZeRO++", (2, 2), 1, 1), ("lean", (2, 1), 2, 0)],
+    [("stage 2", (2, 1), 2, 0), ("stage 3", (1, 1), 1, 0), ("stage 3", (1, 2), 2, 0), ("ZeRO++", (2, 2), 1, 1), ("lean", (2, 1), 2, 0)],
     ids=str,
 )
 def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or_14_and_two_units_of_staging(
     row: str, world: tuple[int, int], microbatches: int, exact_iterations: int
 ) -> None:
     """To the byte of the plan. Each unit crosses the host link once per step in each direction, whatever the number of micro-batches."""
-    shape = ModelShape((17, 40))
-    job = offloaded(job_of(ROWS[row], full_precision_iterations=exact_iterations, microbatches=microbatches, shape=shape))
+    job = offloaded(job_of(ROWS[row], full_precision_iterations=exact_iterations, microbatches=microbatches, steps=2))
 
     planned = planned_step(job, Grid.of_nodes(*world), is_on_gpu=True)
     plan, states = planned.engine, states_of(planned.engine)
@@ -255,7 +247,7 @@ def test_neither_gradients_nor_working_weights_rest_on_the_host(changes: dict[st
         dataclasses.replace(with_offloaded_optimizer(POLICIES[3]), **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("row", ["stage 1", "ZeRO++"])
-def test_ranks_that_share_layers_offload_their_parts_without_changing_a_bit(row: str) -> None:
-    grid, job = Grid.of_nodes(2, 4, 2), job_of(ROWS[row])
+@pytest.mark.parametrize("row, grid", [("stage 1", Grid.of_nodes(2, 2, 2)), ("ZeRO++", Grid.of_nodes(2, 4, 2))], ids=str)
+def test_ranks_that_share_layers_offload_their_parts_without_changing_a_bit(row: str, grid: Grid) -> None:
+    job = job_of(ROWS[row])
     assert train_world(grid, offloaded(job)) == train_world(grid, job)

@@ -53,8 +53,11 @@ def _sights(world: tuple[int, int] | Grid, job: Job) -> list[list[list[Sight]]]:
 # ---- what is read
 
 
-@pytest.mark.parametrize("row", list(ROWS))
-@pytest.mark.parametrize("world, is_recomputed", [((2, 2), True), ((3, 1), False), ((1, 2), False)], ids=str)
+@pytest.mark.parametrize(
+    "world, row, is_recomputed",
+    [*(((2, 2), row, True) for row in ROWS), ((3, 1), "stage 3", False), ((1, 2), "stage 3, hpZ", False)],
+    ids=str,
+)
 def test_forward_recomputation_and_backward_of_a_step_read_the_same_bits_on_every_rank(
     world: tuple[int, int], row: str, is_recomputed: bool
 ) -> None:
@@ -87,23 +90,23 @@ MIXED = {
 KEEPS_AND_DTYPE = [(False, torch.bfloat16), (True, torch.float32), (False, torch.float16)]
 
 
-# Every pair of bits in one dtype, and one in all of them.
-@pytest.mark.parametrize(
-    "bits, keeps_secondary, dtype",
-    [
-        *((bits, *KEEPS_AND_DTYPE[index % 3]) for index, bits in enumerate(MIXED)),
-        *(("4 between, 8 inside", keeps_secondary, dtype) for keeps_secondary, dtype in (KEEPS_AND_DTYPE[1], KEEPS_AND_DTYPE[2])),
-    ],
-    ids=str,
-)
+# Every pair of bits in one dtype.
+@pytest.mark.parametrize("bits, keeps_secondary, dtype", [(bits, *KEEPS_AND_DTYPE[index % 3]) for index, bits in enumerate(MIXED)], ids=str)
 def test_modules_read_the_main_weights_as_the_codecs_of_both_links_leave_them(bits: str, keeps_secondary: bool, dtype: torch.dtype) -> None:
     policy = dataclasses.replace(POLICIES[3], weight_codes=MIXED[bits].codes())
     job = Job(with_secondary_weights(policy) if keeps_secondary else policy, dtype, steps=2, microbatches=2)
-    _check_reads((3, 2), job)
+    _check_reads((3, 2) if bits == "4 between, 8 inside" else (2, 2), job)
 
 
-@pytest.mark.parametrize("world", [(1, 1), (1, 3), (3, 1), Grid(4, 4, 2), Grid(4, 4, 1)], ids=str)
-@pytest.mark.parametrize("bits", ["8 8", "4 between, 8 inside", "8 between, 16 inside"])
+@pytest.mark.parametrize(
+    "bits, world",
+    [
+        *(("4 between, 8 inside", world) for world in ((1, 1), (1, 3), (3, 1), Grid(4, 4, 2))),
+        *(("8 between, 16 inside", world) for world in ((1, 3), (3, 1))),
+        ("8 8", Grid(4, 4, 1)),
+    ],
+    ids=str,
+)
 def test_a_link_of_one_rank_leaves_the_weights_to_the_other_links_codec(bits: str, world: tuple[int, int] | Grid) -> None:
     _check_reads(world, Job(dataclasses.replace(POLICIES[3], weight_codes=MIXED[bits].codes()), torch.bfloat16, steps=2))
 
@@ -132,10 +135,10 @@ def _check_reads(world: tuple[int, int] | Grid, job: Job) -> None:
 # ---- what they depend on
 
 
-@pytest.mark.parametrize("row", ["stage 1", "stage 3", "stage 3, hpZ"])
+@pytest.mark.parametrize("row", ["stage 1", "stage 3, hpZ"])
 def test_bits_do_not_depend_on_how_far_ahead_units_climb(row: str) -> None:
     job = Job(ROWS[row], torch.bfloat16, UNEQUAL, steps=2, microbatches=2)
-    first, *others = (train_world((2, 2), dataclasses.replace(job, prefetch=Prefetch(*uses))) for uses in ((2, 1), (0, 0), (4, 4)))
+    first, *others = (train_world((2, 2), dataclasses.replace(job, prefetch=Prefetch(*uses))) for uses in ((2, 1), (0, 0), (1, 4)))
     assert all(history == first for history in others)
 
 
@@ -167,13 +170,12 @@ def test_norm_gains_and_biases_are_not_quantized_and_matrices_are() -> None:
 # ---- what they leave alone
 
 
-@pytest.mark.parametrize("row", list(ROWS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row, dtype", [(row, (torch.float32, torch.bfloat16)[index % 2]) for index, row in enumerate(ROWS)], ids=str)
 def test_steps_of_learning_rate_zero_leave_the_main_weights_bit_for_bit(row: str, dtype: torch.dtype) -> None:
     def program(backend: VirtualBackend) -> None:
         rank = Rank(Job(ROWS[row], dtype), backend)
         before = [unit.main_weight.clone() for unit in rank.engine.units]
-        for step in range(3):
+        for step in range(2):
             rank.accumulate(step)
             rank.engine.step(0.0)
         rank.engine.close()
@@ -211,17 +213,11 @@ def test_a_step_moves_the_main_weights_by_adam_and_by_nothing_else(row: str) -> 
 
 
 # Every row with recomputation, which climbs most often; one without.
-@pytest.mark.parametrize(
-    "row, is_recomputed",
-    [
-        *((row, True) for row in ROWS),
-        *(pytest.param(row, False, marks=[] if row == "stage 3" else [pytest.mark.long]) for row in ROWS),
-    ],
-)
+@pytest.mark.parametrize("row, is_recomputed", [*((row, True) for row in ROWS), ("stage 3", False)])
 def test_each_slice_is_encoded_once_per_optimizer_step_however_often_it_climbs(
     monkeypatch: pytest.MonkeyPatch, row: str, is_recomputed: bool
 ) -> None:
-    job = Job(ROWS[row], torch.bfloat16, ModelShape((9, 20, 13), is_recomputed=is_recomputed), steps=2, microbatches=2)
+    job = Job(ROWS[row], torch.bfloat16, ModelShape((9, 20), is_recomputed=is_recomputed), steps=2, microbatches=2)
     calls = _count_calls(monkeypatch, "encode_blocks")
     calls_of_recoding = _count_calls(monkeypatch, "recode_mean_blocks")
 
@@ -267,7 +263,7 @@ def test_a_skipped_step_encodes_nothing_again(monkeypatch: pytest.MonkeyPatch, r
 
     def program(backend: VirtualBackend) -> None:
         rank = Rank(Job(ROWS[row], torch.bfloat16), backend)
-        for step in range(4):
+        for step in range(2):
             loss = rank.loss(step)
             rank.backward(loss * float("nan") if backend.rank == 1 else loss)
             assert rank.engine.step(LEARNING_RATE).is_skipped

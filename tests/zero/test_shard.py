@@ -380,6 +380,18 @@ def test_bad_first_values_of_one_rank_are_refused_on_every_rank() -> None:
 
 
 @pytest.mark.virtual
+def test_a_bug_in_a_programs_own_first_values_keeps_its_error_and_ends_the_other_ranks() -> None:
+    def program(backend: Backend) -> str:
+        values: dict[int, float] = {0: 1.0}
+        error: type[Exception] = UserError if backend.rank == 0 else KeyError
+        with pytest.raises(error) as refused:
+            shard(on_meta(), ALL, backend=backend, initialize=lambda path, shape: torch.full(shape, values[backend.rank]))
+        return str(refused.value)
+
+    assert run_world((1, 2), program, takes_turns=False) == ["KeyError(1) (on rank 1)", "1"]
+
+
+@pytest.mark.virtual
 @pytest.mark.parametrize("differ", ["first values of parameters", "arguments of shard()"])
 def test_ranks_that_differ_are_refused_alike(differ: str) -> None:
     def program(backend: VirtualBackend) -> str:

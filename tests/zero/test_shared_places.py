@@ -107,7 +107,10 @@ def spec_of(runs: tuple[HeldRange, ...], rank: int) -> ParamSpec:
         ((HeldRange(0, 2, (0,)), HeldRange(2, 6, (0, 1))), "the tensor ranks have shared elements at different places of their parts"),
         ((HeldRange(0, 2, (0,)), HeldRange(2, 4, (1, 2))), "different places"),
         ((HeldRange(0, 4, (0, 1)), HeldRange(4, 6, (0, 2)), HeldRange(6, 8, (1, 2)), HeldRange(8, 10, (2,))), "different places"),
-        ((HeldRange(0, 2, (0, 1)), HeldRange(2, 4, (0, 2)), HeldRange(4, 6, (1, 2))), "elements 2 to 4 of the parts are not the same on tensor ranks (0, 2)"),
+        (
+            (HeldRange(0, 2, (0, 1)), HeldRange(2, 4, (0, 2)), HeldRange(4, 6, (1, 2))),
+            "elements 2 to 4 of the parts are not the same on tensor ranks (0, 2)",
+        ),
     ],
 )
 def test_parts_whose_shared_elements_are_not_at_one_place_are_refused_on_every_rank(runs: tuple[HeldRange, ...], words: str | None) -> None:

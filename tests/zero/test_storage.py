@@ -11,10 +11,8 @@ from megatron_zpp.zero.policy import POLICIES, with_quantized_gradients
 
 pytestmark = pytest.mark.virtual
 
-SHAPES = [(1, 1), (2, 1), (2, 2), (3, 2)]
 
-
-@pytest.mark.parametrize("shape, microbatches", [(shape, (1, 3)[index % 2]) for index, shape in enumerate(SHAPES)], ids=str)
+@pytest.mark.parametrize("shape, microbatches", [((1, 1), 1), ((2, 1), 2), ((3, 2), 1)], ids=str)
 def test_model_state_at_the_end_of_backward_follows_the_policy_table(shape: tuple[int, int], microbatches: int) -> None:
     world_size = shape[0] * shape[1]
     bytes_per_parameter = {  # working weights 2 bytes, main weights 4, moments 8, gradient sums 4
@@ -60,14 +58,13 @@ def _peaks(backend: VirtualBackend, layers: int, is_recomputed: bool) -> tuple[i
 
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
 def test_gathered_weights_and_staging_of_stage_3_do_not_grow_with_depth(is_recomputed: bool) -> None:
-    results = {layers: run_world((2, 2), lambda backend: _peaks(backend, layers, is_recomputed)) for layers in (4, 10)}  # noqa: B023
+    results = {layers: run_world((2, 2), lambda backend: _peaks(backend, layers, is_recomputed)) for layers in (4, 7)}  # noqa: B023
     assert len({peak for ranks in results.values() for peak, _ in ranks}) == 1
     # Under way at most, each with what it sends and receives: three descents, a climb on each link; a block that kept its own would need 4.
     assert all(blocks_of_staging <= 20 for ranks in results.values() for _, blocks_of_staging in ranks)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("shape, is_recomputed", [((1, 1), True), ((2, 1), False), ((2, 2), True), ((2, 2), False)], ids=str)
 def test_after_backward_stage_3_holds_no_storage_above_its_shards(shape: tuple[int, int], is_recomputed: bool) -> None:
     def program(backend: VirtualBackend) -> None:
         rank = Rank(Job(POLICIES[3], shape=ModelShape(is_recomputed=is_recomputed)), backend)
@@ -121,7 +118,7 @@ def test_the_padding_of_main_weights_and_gradients_stays_zero(row: str) -> None:
 
     def program(backend: VirtualBackend) -> None:
         rank = Rank(Job(policy, microbatches=2), backend)
-        for step in range(3):
+        for step in range(2):
             rank.accumulate(step)
             rank.engine.finish_gradients()
             for unit, gradient in zip(rank.engine.units, rank.engine.gradients, strict=True):

@@ -160,28 +160,27 @@ def test_the_first_climbs_of_the_next_micro_batch_are_submitted_at_the_end_of_ba
         assert ("embedding", INTRA_CLIMB) in submissions[last_descent:]
 
 
-@pytest.mark.parametrize("row", ["stage 2", "stage 3", "hpz"])
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("row, is_tied", [("stage 2", True), ("stage 3", False), ("hpz", True)])
 def test_gradients_on_the_primary_rung_descend_unit_by_unit_over_both_links_in_every_micro_batch(row: str, is_tied: bool) -> None:
-    job = Job(ROWS[row], shape=ModelShape(is_tied=is_tied), steps=2, microbatches=3)
+    job = Job(ROWS[row], shape=ModelShape(is_tied=is_tied), steps=2, microbatches=2)
     recorded, uses = _recorded(job, has_evaluations=False)
     one = [(unit, lane) for unit in descent_order(uses) for lane in (INTRA_DESCEND, INTER_DESCEND)]
     for submissions in recorded:
-        assert [each for each in submissions if each[1].direction is Direction.DESCEND] == one * 6
+        assert [each for each in submissions if each[1].direction is Direction.DESCEND] == one * 4
 
 
 def test_gradients_on_the_secondary_rung_cross_the_inter_link_in_the_last_micro_batch_only() -> None:
-    job = Job(SECONDARY_ROW, steps=2, microbatches=3)
+    job = Job(SECONDARY_ROW, steps=2, microbatches=2)
     recorded, uses = _recorded(job, has_evaluations=False)
     order = descent_order(uses)
     within = [(unit, INTRA_DESCEND) for unit in order]
     both = [(unit, lane) for unit in order for lane in (INTRA_DESCEND, INTER_DESCEND)]
     for submissions in recorded:
-        assert [each for each in submissions if each[1].direction is Direction.DESCEND] == (within * 2 + both) * 2
+        assert [each for each in submissions if each[1].direction is Direction.DESCEND] == (within + both) * 2
 
 
 def test_data_parallel_gradients_descend_and_climb_back_in_the_last_micro_batch_only() -> None:
-    job = Job(POLICIES[0], steps=2, microbatches=3)
+    job = Job(POLICIES[0], steps=2, microbatches=2)
     recorded, uses = _recorded(job, has_evaluations=True)
     one = [(unit, lane) for unit in descent_order(uses) for lane in (INTRA_DESCEND, INTER_DESCEND, INTER_CLIMB, INTRA_CLIMB)]
     assert all(submissions == one * 2 for submissions in recorded)
@@ -190,7 +189,7 @@ def test_data_parallel_gradients_descend_and_climb_back_in_the_last_micro_batch_
 @pytest.mark.parametrize("row", list(ROWS))
 def test_every_rank_submits_the_same_list_also_where_a_parameter_has_no_gradient_on_some(row: str) -> None:
     def program(backend: VirtualBackend) -> list[Submission]:
-        rank = Rank(Job(ROWS[row], shape=ModelShape(has_spare=True)), backend, uses_spare=backend.rank == 2)
+        rank = Rank(Job(ROWS[row], shape=ModelShape(has_spare=True), steps=1), backend, uses_spare=backend.rank == 2)
         rank.train()
         return rank.lanes.submissions
 

@@ -36,6 +36,10 @@ from megatron_zpp.training.plan.step_record import EngineRun, StepRecord
 from megatron_zpp.training.setup import build_model, engine_options, working_dtype
 from megatron_zpp.training.sharding import prefetch_of
 from megatron_zpp.training.step import microbatch_loss
+from megatron_zpp.zero.engine_options import EngineOptions
+
+KNOWN_STEPS = 32  # of different models and of different engines; each takes less than a megabyte
+_SILENT = Observer()
 
 
 @dataclass(frozen=True)
@@ -157,15 +161,15 @@ def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: 
     training, workspace = config.training, Workspace(is_on_gpu, config.training.deterministic_mode)
     microbatches = training.global_batch_size // (training.micro_batch_size * grid.sample_groups)
     job = _ModelJob.of(config, grid, padded_vocab_size, workspace)
-    model = _recorded(job)
     # Evaluation keeps less than training, unless its micro-batches are larger.
     evaluated = training.eval_micro_batch_size
     larger = replace(job, config=config.with_values(micro_batch_size=evaluated), micro_batch_size=evaluated, is_training=False)
-    evaluation = _recorded(larger) if training.eval_iters > 0 and evaluated > training.micro_batch_size else None
-    options = engine_options(config, Observer())
+    evaluation = larger if training.eval_iters > 0 and evaluated > training.micro_batch_size else None
+    options = engine_options(config, _SILENT)
     options = replace(options, full_precision_iterations=min(1, options.full_precision_iterations))
-    run = EngineRun(model, options, grid, workspace, [repeat.uses for repeat in repeats], evaluation)
-    return PlannedStep(model, run.run(min(microbatches, RECORDED_MICROBATCHES)), repeats, microbatches, len(recomputed_chunks(small)))
+    spans = tuple(repeat.uses for repeat in repeats)
+    engine = _played(job, evaluation, options, grid, spans, min(microbatches, RECORDED_MICROBATCHES))
+    return PlannedStep(_recorded(job), engine, repeats, microbatches, len(recomputed_chunks(small)))
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,16 @@ class _ModelJob:
         )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=KNOWN_STEPS)
+def _played(
+    job: _ModelJob, evaluation: _ModelJob | None, options: EngineOptions, grid: Grid, spans: tuple[range, ...], microbatches: int
+) -> StepRecord:
+    """The step of the engine under this model. A run is planned again and again: to be timed, checked, and beside others."""
+    evaluated = None if evaluation is None else _recorded(evaluation)
+    return EngineRun(_recorded(job), options, grid, job.workspace, spans, evaluated).run(microbatches)
+
+
+@lru_cache(maxsize=KNOWN_STEPS)
 def _recorded(job: _ModelJob) -> ModelRecord:
     config, recorder = job.config, Recorder(notes_streams=True)
     streams = RecordedStreams(recorder) if job.workspace.is_on_gpu else None

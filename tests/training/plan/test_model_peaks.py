@@ -21,7 +21,7 @@ pytestmark = pytest.mark.virtual
 
 # Few channels and many tokens, so that weights and their gradients, which are not activations, are small beside them.
 SHAPE: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 128, "kv_channels": 8, "num_attention_heads": 4}
-SHAPE |= {"seq_length": 512, "max_position_embeddings": 512, "loss_chunk_tokens": 0}
+SHAPE |= {"seq_length": 256, "max_position_embeddings": 256, "loss_chunk_tokens": 0}
 SAMPLES, VOCAB = 2, 16
 WITHIN = 0.01  # numbers that a rank has beside its tensors
 MODELS: dict[str, dict[str, Any]] = {
@@ -110,9 +110,9 @@ def test_the_planned_peak_of_forward_and_backward_is_the_measured_one_within_a_h
     assert planned == pytest.approx(peak_bytes(config, dtype, grid, sequence_parallel=sequence_parallel), rel=WITHIN)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_the_planned_peak_of_every_architecture_is_the_measured_one(dtype: torch.dtype, architecture: str) -> None:
+def test_the_planned_peak_of_every_architecture_is_the_measured_one(architecture: str) -> None:
+    dtype = (torch.float32, torch.bfloat16)[list(ARCHITECTURES).index(architecture) % 2]
     changes = {**ARCHITECTURES[architecture], "num_attention_heads": 4}
     config, grid = small_config(**SHAPE | changes | {"seq_length": 128, "num_layers": 2}), Grid.of_nodes(1, 1)
     planned = peak_of_model(planned_activations(config, VOCAB, SAMPLES, dtype, grid))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.virtual
 
 VOCAB = 96
 MODEL = (
-    f"--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size {VOCAB} --make-vocab-size-divisible-by 8 "
+    f"--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size {VOCAB} --make-vocab-size-divisible-by 8 "
     "--mock-data --train-iters 10 --hidden-dropout 0 --quantization-block-size 64 --micro-batch-size 2"
 )
 PLAIN = "--attention-dropout 0"
