@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import gpu_host_path
@@ -12,6 +10,7 @@ import pytest
 import torch
 from fake_gpu.counts import HOST_WAIT
 from gpu_host_path import CASES
+from harness import forked
 from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
@@ -31,8 +30,7 @@ LEAST, MOST = 0.99, 1.01
 def test_a_torch_without_cuda_is_refused_with_a_remedy(program: str) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    command = [sys.executable, f"benchmarks/{program}", *(["true"] if program == "fake_gpus.py" else [])]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = forked.run(f"benchmarks/{program}", *(["true"] if program == "fake_gpus.py" else []))
     assert ended.returncode == 2 and ended.stdout == ""
     assert "is not built for CUDA 13" in ended.stderr and "pip install torch" in ended.stderr and "Traceback" not in ended.stderr
 

@@ -167,7 +167,8 @@ def test_if_the_attention_that_auto_takes_fails_the_same_model_is_measured_with_
 
 
 def test_the_part_one_rank_finds_that_gradients_and_losses_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STAGES": (0, 3), "COMPARED_STEPS": 3, "TINY_STEPS": 1}.items():
+    small = one_rank.SHAPE.replace("--hidden-size 128", "--hidden-size 32").replace("--seq-length 64", "--seq-length 16")
+    for name, value in {"SHAPE": small, "STAGES": (0, 3), "COMPARED_STEPS": 3, "TINY_STEPS": 1}.items():
         monkeypatch.setattr(one_rank, name, value)
     outcome = run(one_rank)
     assert outcome.failures == [] and len(outcome.measured) == 4
@@ -210,6 +211,7 @@ def test_the_part_one_rank_fails_if_a_gradient_is_wrong(
 def test_the_part_features_trains_each_case_and_names_the_attention_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("plain", "fp16", "documents in a Llama", "recomputed blocks", "compiled")
     monkeypatch.setattr(features, "LENGTHS", {True: "--seq-length 16"})
+    monkeypatch.setattr(features, "STEPS", 2)
     monkeypatch.setattr(features, "CASES", [case for case in features.CASES if case.name in names])
     outcome = run(features)
     assert outcome.failures == [] and "compiled: only on a GPU" in outcome.omissions
@@ -419,10 +421,10 @@ def test_the_part_bits_names_at_most_eight_differences_of_a_kernel_in_all_its_ch
     sentence = "decode_blocks, payloads [3, 96], to float32, bits 4, 2 blocks of 32, kind 0 of float32: row 0, element 3 in block 0 is 0x"
     assert outcome.failures[0].startswith(sentence) and f"FAILS: {outcome.failures[0]}" in outcome.lines
     assert [failure.partition(",")[0] for failure in outcome.failures] == ["decode_blocks"] * 8
-    assert "2 blocks of 32: 1134 results, with 360 differences" in outcome.lines
+    assert "2 blocks of 32: 534 results, with 120 differences" in outcome.lines
     assert "rows at odd places: 36 results, with 18 differences" in outcome.lines
     assert "holds: dropout: 240 results equal the reference's bit for bit" in outcome.lines
-    in_all_checks = 360 + 18 + 24 + 9  # the last: of a long run all parts but the first, with which it begins
+    in_all_checks = 120 + 18 + 24 + 9  # the last: of a long run all parts but the first, with which it begins
     assert outcome.lines[-1] == f"more results differ: {in_all_checks - 8} of decode_blocks"
 
 
@@ -438,6 +440,8 @@ def test_what_is_printed_of_a_kernel_with_one_code_off_in_one_block_says_op_dtyp
             payloads[1, 500] ^= 1
 
     monkeypatch.setattr(bits, "SIZES", ((32, 2), (96, 45)))
+    checks = bits._checks
+    monkeypatch.setattr(bits, "_checks", lambda *arguments: list(checks(*arguments))[:2])  # of these sizes
     monkeypatch.setattr(torch.ops.megatron_zpp, "encode_blocks", one_code_off)
     text = printed({"bits": {**run(bits).as_json("failed"), "seconds": 1.0}}, "gpu_check.txt")
     case = "encode_blocks, values bfloat16 [3, 4320], bits 8, 45 blocks of 96, kind 0"
@@ -459,7 +463,7 @@ def test_after_an_error_of_the_device_the_part_bits_ends_with_all_that_it_has_fo
     with pytest.raises(RuntimeError, match="illegal memory access"):
         bits.run(still(), outcome)
     assert len(outcome.failures) == 9 and outcome.failures[-1].startswith("dropout runs, and does not end with RuntimeError: CUDA error")
-    assert outcome.lines[-1] == "more results differ: 352 of decode_blocks"
+    assert outcome.lines[-1] == "more results differ: 112 of decode_blocks"
 
 
 @pytest.mark.long
@@ -534,6 +538,7 @@ def test_threads_that_share_a_device_compute_the_bits_of_a_virtual_world(monkeyp
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", NoStreams)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(threads, "STEPS", 2)
     some = next(run for run in threads.RUNS if run.name == "ZeRO-3 and hpZ")
     found = [
         run_ranks(Grid.of_nodes(2, 2), CPU.device, lambda place: threads.train(some, None, place))

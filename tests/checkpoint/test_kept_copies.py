@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,21 +89,37 @@ def loaded(directory: Path, stage: int, backend: VirtualBackend, *, with_copies:
     return rank
 
 
+SavedRun = Callable[[int], tuple[Path, list[History]]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """The folder and the histories of the run of a stage that saves. Tests that look at the same run share it."""
+
+    @cache
+    def run(stage: int) -> tuple[Path, list[History]]:
+        folder = tmp_path_factory.mktemp("saved")
+        return folder, through(folder, stage, (2, 2), in_background=stage == 3)
+
+    return run
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(tmp_path: Path, stage: int) -> None:
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(saved: SavedRun, stage: int) -> None:
+    folder, unbroken = saved(stage)
+
     def program(backend: VirtualBackend) -> History:
-        rank = loaded(tmp_path, stage, backend)
+        rank = loaded(folder, stage, backend)
         history = train(rank, SAVED_AT, STEPS)
         rank.engine.close()
         return history
 
-    unbroken = through(tmp_path, stage, (2, 2), in_background=stage == 3)
     assert run_world((2, 2), program) == [history[SAVED_AT:] for history in unbroken]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_first_step_of_a_resumed_run_fetches_whole_weights_like_that_of_any_run_and_the_next_differences(
-    tmp_path: Path, stage: int
+    saved: SavedRun, stage: int
 ) -> None:
     def weight_bytes(rank: Rank, first: int) -> list[Traffic]:
         found = [Traffic()]
@@ -111,21 +129,21 @@ def test_the_first_step_of_a_resumed_run_fetches_whole_weights_like_that_of_any_
         rank.engine.close()
         return [found[1], found[2] - found[1]]
 
-    through(tmp_path, stage, (2, 2))
+    folder, _ = saved(stage)
     new = run_world((2, 2), lambda backend: weight_bytes(Rank(job(stage), backend), 0))
-    resumed = run_world((2, 2), lambda backend: weight_bytes(loaded(tmp_path, stage, backend), SAVED_AT))
+    resumed = run_world((2, 2), lambda backend: weight_bytes(loaded(folder, stage, backend), SAVED_AT))
     assert resumed == new
     assert all(first.inter_bytes > 2 * second.inter_bytes > 0 for first, second in resumed)
 
 
-def test_a_save_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+def test_a_save_changes_no_bit_of_the_run(saved: SavedRun) -> None:
     def program(backend: VirtualBackend) -> History:
         rank = Rank(job(3), backend)
         history = train(rank, 0, STEPS)
         rank.engine.close()
         return history
 
-    assert through(tmp_path, 3, (2, 2)) == run_world((2, 2), program)
+    assert saved(3)[1] == run_world((2, 2), program)
 
 
 Copies = dict[str, list[tuple[int, Tensor]]]
@@ -176,11 +194,9 @@ def test_any_world_and_stage_begins_with_the_stored_copies(tmp_path: Path, world
     assert not all(torch.equal(values, stored[name]) for name, values in anew.items())
 
 
-def test_a_world_of_one_node_loads_the_checkpoint_without_its_copies(tmp_path: Path) -> None:
-    through(tmp_path, 3, (2, 2))
-
+def test_a_world_of_one_node_loads_the_checkpoint_without_its_copies(saved: SavedRun) -> None:
     def program(backend: VirtualBackend) -> History:
-        rank = loaded(tmp_path, 3, backend)
+        rank = loaded(saved(3)[0], 3, backend)
         history = train(rank, SAVED_AT, STEPS)
         rank.engine.close()
         return history
@@ -188,9 +204,8 @@ def test_a_world_of_one_node_loads_the_checkpoint_without_its_copies(tmp_path: P
     assert all(norm > 0 for history in run_world((1, 2), program) for _, norm in history)
 
 
-def test_the_copies_have_the_working_dtype_in_the_manifest(tmp_path: Path) -> None:
-    through(tmp_path, 2, (2, 1))
-    with CheckpointReader(iteration_folder(tmp_path, SAVED_AT)) as reader:
+def test_the_copies_have_the_working_dtype_in_the_manifest(saved: SavedRun) -> None:
+    with CheckpointReader(iteration_folder(saved(2)[0], SAVED_AT)) as reader:
         assert reader.manifest.states == {"weight": "F32", "exp_avg": "F32", "exp_avg_sq": "F32", KEPT_WEIGHT: "BF16"}
         assert reader.read("final.norm.weight", KEPT_WEIGHT, 0, 12).dtype is torch.bfloat16
 

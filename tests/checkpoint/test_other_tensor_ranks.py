@@ -33,7 +33,7 @@ from megatron_zpp.zero.policy import (
 
 pytestmark = pytest.mark.virtual
 
-SAVED_AT, STEPS = 2, 4
+SAVED_AT, STEPS = 2, 3
 SAVING_GRID = Grid.of_nodes(2, 4, tensor_ranks=2)
 SHAPE = ModelShape((48, 16))  # up to 8 ranks share each block
 LEAN = with_gradients_summed_on_secondary(
@@ -93,15 +93,17 @@ def through(
     return whole_state((pieces for (pieces, _), _ in results), results[0][0][1]), [history for _, history in results]
 
 
-def resumed(directory: Path, policy: Policy, grid: Grid, dtype: torch.dtype = torch.float32) -> tuple[State, list[History]]:
-    """The state that a run finds, and its histories from there."""
+def resumed(
+    directory: Path, policy: Policy, grid: Grid, dtype: torch.dtype = torch.float32, last: int = STEPS
+) -> tuple[State, list[History]]:
+    """The state that a run finds, and its histories from there to step `last`."""
 
     def program(backend: VirtualBackend) -> tuple[Stated, History]:
         rank = rank_of(policy, backend, dtype)
         load(rank, directory)
         rank.engine.finish_differences()
         stated = rank.stated()
-        history = train(rank, SAVED_AT, STEPS)
+        history = train(rank, SAVED_AT, last)
         rank.engine.close()
         return stated, history
 
@@ -173,7 +175,7 @@ def test_a_run_of_tensor_ranks_with_kept_copies_resumes_with_its_bits_and_others
     differs = [key for key, values in stored.items() if key[1] == KEPT_WEIGHT and not torch.equal(values.float(), stored[key[0], WEIGHT])]
     assert differs  # copies are not the weights
     for other, other_policy in ((Grid.of_nodes(2, 2), LEAN), (Grid.of_nodes(3, 2, tensor_ranks=2), LEAN_1)):
-        found, _ = resumed(tmp_path, other_policy, other, torch.bfloat16)
+        found, _ = resumed(tmp_path, other_policy, other, torch.bfloat16, SAVED_AT)
         assert_equal(found, stored, {WEIGHT, KEPT_WEIGHT, *MOMENTS})
 
 

@@ -205,7 +205,7 @@ def test_what_is_not_a_file_is_refused_and_nothing_is_written_through_it(tmp_pat
 
 @pytest.mark.parametrize("is_left_by_a_dead_run", [False, True], ids=["free", "of a dead run"])
 def test_of_processes_that_come_at_once_exactly_one_gets_the_folder(tmp_path: Path, is_left_by_a_dead_run: bool) -> None:
-    for round in range(4):
+    for round in range(2):
         folder = tmp_path / str(round)
         folder.mkdir()
         if is_left_by_a_dead_run:
@@ -254,7 +254,7 @@ def lock_of_the_dead(directory: Path) -> None:
 
 @pytest.mark.parametrize("act", ["taking", "taking over", "releasing"])
 def test_whenever_a_process_dies_that_takes_or_releases_the_lock_the_next_one_takes_it_at_once(tmp_path: Path, act: str) -> None:
-    for moment in range(2, 200):
+    for moment in range(1, 100):
         if act == "taking over":
             lock_of_the_dead(tmp_path)
         pid = child(lambda moment=moment: (die_at(moment), take(tmp_path).release() if act == "releasing" else take(tmp_path)))
@@ -266,12 +266,12 @@ def test_whenever_a_process_dies_that_takes_or_releases_the_lock_the_next_one_ta
         assert names(tmp_path) == [] and lines == []
         if not was_killed:
             break
-    assert 5 < moment < 199
+    assert 3 < moment < 99
 
 
 def test_claims_of_processes_that_died_one_after_the_other_do_not_pile_up(tmp_path: Path) -> None:
     lock_of_the_dead(tmp_path)
-    for moment in range(2, 40):
+    for moment in range(1, 20):
         os.waitpid(child(lambda moment=moment: (die_at(moment), take(tmp_path))), 0)
     take(tmp_path).release()
     assert names(tmp_path) == []

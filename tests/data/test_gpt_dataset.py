@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.tiny_corpus import GOLDEN, counting_documents, open_dataset, write_corpus, write_golden_corpus
+from torch.utils.data import _utils
 
 from megatron_zpp.config.data_sources import SPLITS
 from megatron_zpp.data import stored_array
@@ -17,6 +18,8 @@ from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.data.split import split_documents
 from megatron_zpp.system.user_error import UserError
+
+_utils.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds for which a loader waits for the end of a worker that has raised
 
 CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLITS if GOLDEN[case][name] is not None]
 

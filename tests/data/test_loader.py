@@ -12,12 +12,15 @@ from itertools import islice
 
 import pytest
 import torch
+from torch.utils.data import _utils
 
 from megatron_zpp.data import loader
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import MockDataset
 from megatron_zpp.data.loader import WHOLE, MicroBatch, MicroBatches, TokenPart
 from megatron_zpp.data.sampler import MicroBatchSampler
+
+_utils.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds for which a loader waits for the end of a worker that has raised
 
 NO_RULES = DocumentRules(eod=0, resets_positions=False, resets_attention=False, masks_loss=False)
 

@@ -24,7 +24,7 @@ def child(task: Callable[[], object]) -> int:
 
 
 def die_at(moment: int) -> None:
-    """Kills this process at its `moment`-th call that changes the disk: before the call, and at every second moment after it."""
+    """Kills this process before its `moment`-th call that changes the disk, which is after the one before it."""
     lock, calls = threading.Lock(), 0
 
     def counted(call: Callable[..., object]) -> Callable[..., object]:
@@ -32,14 +32,9 @@ def die_at(moment: int) -> None:
             nonlocal calls
             with lock:
                 calls += 1
-                is_due, dies_after = calls == moment // 2, moment % 2 == 1
-                if is_due and not dies_after:
+                if calls == moment:
                     os.kill(os.getpid(), signal.SIGKILL)
-                try:
-                    return call(*arguments, **options)
-                finally:
-                    if is_due:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                return call(*arguments, **options)
 
         return count_and_call
 

@@ -110,9 +110,8 @@ def check_any_payloads(comparison: Comparison, blocks: int) -> None:
         payloads, keys = any_payloads(members, bits, blocks), [key * 77 + 1 for key in range(members)]
         accumulate = members % 2 == 0
         same("decode_mean_gaussian", mean, payloads, row_numel, bits, rounds, keys, accumulate, about="any bytes")
-        for dtype in DTYPES:
-            given = (payloads[0], row_numel, dtype, bits, rounds, list(KEYS), accumulate)
-            same("decode_gaussian", decoded, *given, about="any bytes")
+        given = (payloads[0], row_numel, DTYPES[members % 3], bits, rounds, list(KEYS), accumulate)
+        same("decode_gaussian", decoded, *given, about="any bytes")
 
 
 def check_rows(comparison: Comparison, blocks: int, first: int, gap: int) -> None:

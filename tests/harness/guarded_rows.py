@@ -77,10 +77,14 @@ def recoded(ops: Ops, payloads: Tensor, row_numel: int, bits: int, next_bits: in
     return target
 
 
-def check_rows(comparison: Comparison, block_numel: int, blocks: int, first: int, gap: int) -> None:
-    """Compares the kernels of codes on rows of values that start `first` elements in, `gap` elements apart."""
+def check_rows(comparison: Comparison, block_numel: int, blocks: int, first: int, gap: int, turn: int) -> None:
+    """Compares the kernels of codes on rows of values that start `first` elements in, `gap` elements apart.
+
+    Every dtype with one of the numbers of bits, by turns.
+    """
     same, row_numel = comparison.same, block_numel * blocks
-    for dtype, bits in product(DTYPES, BITS):
+    for index, dtype in enumerate(DTYPES):
+        bits = BITS[(index + turn) % len(BITS)]
         values = torch.randn(2, row_numel, generator=torch.Generator().manual_seed(blocks)).to(dtype)
         at_place = (values, first, gap, bits, block_numel)
         payloads, _, noisy = (same("encode_blocks", encoded, *at_place, *options) for options in ((), (True, None), (False, 1)))
@@ -95,8 +99,9 @@ def check_rows(comparison: Comparison, block_numel: int, blocks: int, first: int
 
 def check_all_rows(comparison: Comparison) -> None:
     shapes = [(32, 1), (32, 67), (96, 5), (256, 9), (1056, 2)]
-    for shape, place in product(shapes, ((0, 0), (0, 8), (1, 0), (3, 2))):
-        check_rows(comparison, *shape, *place)
+    places = ((0, 0), (0, 8), (1, 0), (3, 2))
+    for (number, shape), (other, place) in product(enumerate(shapes), enumerate(places)):
+        check_rows(comparison, *shape, *place, turn=number + other)
 
 
 if __name__ == "__main__":

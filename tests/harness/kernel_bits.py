@@ -85,17 +85,22 @@ def recoded(
 
 
 def check_all(comparison: Comparison, block_numel: int, blocks: int) -> None:
-    """Compares the kernels of codes on values of all kinds, without options."""
+    """Compares the kernels of codes on values of all kinds, without options.
+
+    Kinds with each dtype and number of bits; and with these, in turn, each dtype of what is decoded and each number of members.
+    """
     row_numel, same = block_numel * blocks, comparison.same
-    for dtype, bits in product(DTYPES, BITS):
+    for turn, (dtype, bits) in enumerate(product(DTYPES, BITS)):
         kinds = [
             same("encode_blocks", encoded, values, bits, block_numel, about=f"kind {kind}")
             for kind, values in enumerate(kinds_of_values(dtype, row_numel))
         ]
-        for (kind, payloads), output in product(enumerate(kinds), DTYPES):
+        for kind, payloads in enumerate(kinds):
+            output = DTYPES[(kind + turn // 2) % len(DTYPES)]
             same("decode_blocks", decoded, payloads, row_numel, output, bits, block_numel, about=f"kind {kind} of {dtype}")
         received = torch.stack(kinds)
-        for first, members in product(range(0, len(kinds), 4), (1, 2, 3, 4)):
+        for first in range(0, len(kinds), 4):
+            members = 1 + (first // 4 + turn // 2) % 4
             some, about = received[first : first + members], f"kinds from {first} of {dtype}"
             for accumulate, next_bits in zip((False, True), BITS, strict=True):
                 same("decode_mean_blocks", mean, some, row_numel, bits, block_numel, accumulate, about=about)

@@ -13,19 +13,20 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from harness.interrupts import heed_interrupts
+from harness.forked import Forked
+from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.places import ROOT
 from harness.rank_pool import RankFailure, RankPool
 from harness.tiny_runs import TINY, entry, losses, pretrain
 
 import pretrain_zeropp_gpt
 
-FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
+FLAGS = "--zero-stage 3 --train-iters 5 --global-batch-size 4"
 FP16 = "--fp16 --initial-loss-scale 1024 --hysteresis 1"
 
 
 def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
-    """The entry, on whose rank 2 the signal arrives in the middle of the step after `iteration`."""
+    """The entry, on whose rank 1 the signal arrives in the middle of the step after `iteration`."""
     from megatron_zpp.zero.engine import ZeroEngine
 
     finish, rank, steps = ZeroEngine.finish_gradients, int(os.environ["RANK"]), 0
@@ -33,7 +34,7 @@ def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
     def finish_with_signal(engine: ZeroEngine) -> None:
         nonlocal steps
         steps += 1
-        if rank == 2 and steps == iteration + 1:
+        if rank == 1 and steps == iteration + 1:
             os.kill(os.getpid(), number)
         finish(engine)
 
@@ -47,7 +48,7 @@ def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
 @pytest.fixture(scope="module")
 def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What a run logs that is not asked to end."""
-    return pretrain(ranks, 2, 2, FLAGS, tmp_path_factory.mktemp("whole") / "log.jsonl")
+    return pretrain(ranks, 1, 2, FLAGS, tmp_path_factory.mktemp("whole") / "log.jsonl")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
@@ -56,9 +57,9 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_on_all_and_the_same_command
 ) -> None:
     command = f"{FLAGS} --exit-signal-handler --save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
     flags = [*TINY, *command.split(), "--log-jsonl", str(tmp_path / "parts.jsonl")]
-    assert ranks.run(2, 2, entry_with_signal, number, 3, flags) == [0, 0, 0, 0]
-    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
-    parts = pretrain(ranks, 2, 2, command, tmp_path / "parts.jsonl")
+    assert ranks.run(1, 2, entry_with_signal, number, 2, flags) == [0, 0]
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    parts = pretrain(ranks, 1, 2, command, tmp_path / "parts.jsonl")
     assert losses(parts) == losses(whole)
 
 
@@ -68,15 +69,12 @@ def test_ctrl_c_without_the_handler_is_one_sentence_with_the_iteration_and_the_l
 ) -> None:
     saved = tmp_path / "saved"
     flags = f"--train-iters 100000 --save {saved}".split() + ([] if save_interval is None else ["--save-interval", str(save_interval)])
-    command = [sys.executable, "-u", str(ROOT / "pretrain_zeropp_gpt.py"), *TINY, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts) as run:
-        assert run.stdout is not None and run.stderr is not None
-        for line in run.stdout:
-            if line.startswith(" iteration        2/"):
-                break
-        run.send_signal(signal.SIGINT)
-        errors = run.stderr.read()
-    assert run.returncode == 130, errors
+    run, log = Forked("pretrain_zeropp_gpt.py", *TINY, *flags, "--log-jsonl", tmp_path / "log.jsonl"), tmp_path / "log.jsonl"
+    wait_until(lambda: log.exists() and log.read_text().count("lm_loss") >= 2, "the run does not get to its second iteration")
+    os.kill(run.process.pid, signal.SIGINT)
+    done = run.finished(PATIENCE_SECONDS)
+    errors = done.stderr
+    assert done.returncode == 130, errors
     if save_interval is None:
         kept = f"{saved} has no checkpoint yet "
     else:
@@ -162,17 +160,17 @@ def entry_with_bad_gradients(first: int, flags: list[str]) -> int:
 
 
 def test_bad_iterations_in_a_row_end_the_run_with_an_error_and_a_checkpoint_from_before_them(ranks: RankPool, tmp_path: Path) -> None:
-    command = f"{FLAGS} {FP16} --max-consecutive-bad-iterations 3 --save {tmp_path / 'saved'} --save-interval 6"
+    command = f"{FLAGS} {FP16} --max-consecutive-bad-iterations 3 --save {tmp_path / 'saved'} --save-interval 4"
     with pytest.raises(RankFailure, match="exit code 1"):
-        RankPool().run(1, 2, entry_with_bad_gradients, 5, [*TINY, *command.split()])
-    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
+        RankPool().run(1, 2, entry_with_bad_gradients, 3, [*TINY, *command.split()])
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "2"
     expected = pretrain(ranks, 1, 2, f"{FLAGS} {FP16}", tmp_path / "whole.jsonl")
     found = pretrain(ranks, 1, 2, f"{FLAGS} {FP16} --load {tmp_path / 'saved'}", tmp_path / "rest.jsonl")
-    assert losses(found) == losses(expected)[4:]
+    assert losses(found) == losses(expected)[2:]
     assert found[0]["loss_scale"] == 1024
 
 
 def test_single_bad_iterations_do_not_end_a_run(ranks: RankPool, tmp_path: Path) -> None:
     flags = f"{FLAGS} --fp16 --initial-loss-scale 1e30 --hysteresis 1 --max-consecutive-bad-iterations 9"
     records = pretrain(ranks, 1, 2, flags, tmp_path / "run.jsonl")
-    assert len(losses(records)) == 8 and all(record["skipped_iterations"] == 1 for record in records if "lm_loss" in record)
+    assert len(losses(records)) == 5 and all(record["skipped_iterations"] == 1 for record in records if "lm_loss" in record)

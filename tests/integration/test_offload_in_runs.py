@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from harness.rank_pool import RankPool
 from harness.tiny_corpus import write_corpus
 from harness.tiny_runs import losses, pretrain, validation_losses
 
-SAVED_AT, END = 3, 6
+SAVED_AT, END = 1, 3
 OFFLOAD = "--optimizer-cpu-offload"
 FP16 = "--fp16 --initial-loss-scale 262144 --hysteresis 1"
 
@@ -37,12 +38,14 @@ def test_a_run_goes_on_with_offload_from_one_without_and_the_other_way_round_bit
         f"--data-path {corpus} --split 80,10,10 --tokenizer-type NullTokenizer --train-iters {END} --micro-batch-size 2 "
         f"--global-batch-size 16 --eval-iters 1 --eval-interval 1 {row}"
     )
-    whole = pretrain(ranks, 2, 2, common, tmp_path / "whole.jsonl")
-    for first, second in ((OFFLOAD, ""), ("", OFFLOAD)):
-        name = first or "without"
-        checkpoints = f"--save {tmp_path / name} --load {tmp_path / name} {saves}"
-        pretrain(ranks, 2, 2, f"{common} {checkpoints} {first} --exit-interval {SAVED_AT}", tmp_path / f"{name}.jsonl")
-        parts = pretrain(ranks, 2, 2, f"{common} {checkpoints} {second}", tmp_path / f"{name}.jsonl")
-        assert losses(parts) == losses(whole) and len(losses(whole)) == END
-        assert validation_losses(parts) == validation_losses(whole)
-        assert [record.get("params_norm") for record in parts] == [record.get("params_norm") for record in whole]
+
+    def run(name: str, flags: str) -> list[list[Any]]:
+        records = pretrain(ranks, 2, 2, f"{common} {flags}", tmp_path / f"{name}.jsonl")
+        return [losses(records), validation_losses(records), [record["params_norm"] for record in records if "params_norm" in record]]
+
+    saving = f"{saves} --save-interval {SAVED_AT} --save {tmp_path}"
+    whole = run("without", f"{saving}/without")
+    assert run("with", f"{saving}/with {OFFLOAD}") == whole and len(whole[0]) == END
+    rest = [values[SAVED_AT:] for values in whole]
+    assert run("onto the host", f"--load {tmp_path}/without --ckpt-step {SAVED_AT} {OFFLOAD}") == rest
+    assert run("off the host", f"--load {tmp_path}/with --ckpt-step {SAVED_AT}") == rest

@@ -105,17 +105,22 @@ def test_one_torchrun_per_node_starts_the_ranks_of_its_node(tmp_path: Path) -> N
     assert (config.training.train_iters, config.checkpoint.keep_last) == (100, 7)
 
 
-@pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])
+SRUN_JOB, TORCHRUN_JOB = ("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)
+
+
+# Both end in scripts/slurm_run.sh, which decides.
 @pytest.mark.parametrize(
-    "before, saved, code, requeued, said",
+    "name, ranks_per_node, before, saved, code, requeued, said",
     [
-        ("", "100", 0, False, "done: iteration 100"),
-        ("", "40", 0, True, "iteration 40 of 100"),
-        ("40", "70", 0, True, "iteration 70 of 100"),
-        ("40", "40", 1, False, "nothing was saved beyond iteration 40"),
-        ("70", "40", 0, True, "iteration 40 of 100"),  # 70 is damaged, and --load-last-good-checkpoint has passed it over
-        ("release", "40", 0, True, "iteration 40 of 100"),
-        ("release", "release", 1, False, "nothing was saved beyond iteration 0"),
+        (*SRUN_JOB, "", "100", 0, False, "done: iteration 100"),
+        (*TORCHRUN_JOB, "", "100", 0, False, "done: iteration 100"),
+        (*SRUN_JOB, "", "40", 0, True, "iteration 40 of 100"),
+        (*TORCHRUN_JOB, "40", "70", 0, True, "iteration 70 of 100"),
+        (*SRUN_JOB, "40", "40", 1, False, "nothing was saved beyond iteration 40"),
+        (*TORCHRUN_JOB, "40", "40", 1, False, "nothing was saved beyond iteration 40"),
+        (*TORCHRUN_JOB, "70", "40", 0, True, "iteration 40 of 100"),  # 70 is damaged, and --load-last-good-checkpoint has passed it over
+        (*TORCHRUN_JOB, "release", "40", 0, True, "iteration 40 of 100"),
+        (*TORCHRUN_JOB, "release", "release", 1, False, "nothing was saved beyond iteration 0"),
     ],
 )
 def test_a_job_goes_back_into_the_queue_as_long_as_it_makes_progress_towards_its_end(
@@ -367,21 +372,21 @@ def one_process(folder: Path, prefix: Path, *flags: str) -> None:
 
 
 def test_an_array_of_shares_merged_is_one_corpus_byte_for_byte(tmp_path: Path) -> None:
-    """Three shares of seven files, the array's tasks in reverse order."""
+    """Two shares of five files, the array's tasks in reverse order."""
     texts = tmp_path / "texts"
     make_folder(texts / "more")
-    for number in range(7):
+    for number in range(5):
         folder = texts if number % 2 else texts / "more"
         (folder / f"text{number}.jsonl").write_text("".join(f'{{"text": "{number} {line}"}}\n' for line in range(number + 1)))
     fakes = preprocessing(tmp_path)
     flags = "--tokenizer-type NullTokenizer --vocab-size 50 --append-eod".split()
-    options = {"SHARES": "3", "SBATCH_OPTIONS": "--partition cpu"}
+    options = {"SHARES": "2", "SBATCH_OPTIONS": "--partition cpu"}
     for attempt in range(2):  # the second finds all shares done
         done = fakes.run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "corpus", *flags, **options)
         assert done.returncode == 0, done.stderr
-        assert done.stderr.count("was done before") == 3 * attempt
+        assert done.stderr.count("was done before") == 2 * attempt
     array, merge = fakes.calls("sbatch")[:2]
-    assert array.words[:5] == ["--parsable", "--partition", "cpu", "--array", "0-2"]
+    assert array.words[:5] == ["--parsable", "--partition", "cpu", "--array", "0-1"]
     assert merge.words[:6] == ["--partition", "cpu", "--dependency", "afterok:70", "--kill-on-invalid-dep", "yes"]
 
     one_process(texts, tmp_path / "whole", *flags)
