@@ -256,7 +256,7 @@ def test_every_feature_trains_on_the_cpu() -> None:
 
 @pytest.mark.virtual
 @pytest.mark.long
-def test_the_whole_ladder_has_equal_bits_on_the_cpu() -> None:
+def test_the_part_threads_has_equal_bits_on_the_cpu() -> None:
     assert run(threads).failures == []
 
 

@@ -343,7 +343,7 @@ def test_a_key_changes_what_a_stochastic_codec_draws_and_nothing_of_one_that_rou
 
 
 @pytest.mark.parametrize("codec", _all_options(4, 64), ids=str)
-def test_options_change_neither_the_size_of_a_payload_nor_its_exact_run(codec: BlockCodec) -> None:
+def test_options_change_neither_the_size_of_a_payload_nor_its_exact_values(codec: BlockCodec) -> None:
     plain, values = _codec(4, 64), _values(3, SliceShape(192, 7), torch.float32, seed=13)
     payloads, plain_payloads = _encoded(codec, values), _encoded(plain, values)
     assert payloads.shape == plain_payloads.shape

@@ -38,14 +38,14 @@ class Call:
     def element(self, number: int) -> str:
         """Element `number` of a row of values, counted from the first of the run."""
         element = number - self._given.get("first", 0)
-        if not 0 <= element < self._run_numel:
+        if not 0 <= element < self._row_numel:
             return f"element {element} beside the run"
         return f"element {element} in block {element // self._block_numel}" if self._block_numel else f"element {element}"
 
     def byte(self, number: int) -> str:
         """Byte `number` of a row of payloads."""
-        blocks, bits = self._run_numel // self._block_numel, self._given.get("next_bits", self._given["bits"])
-        codes = ("codes", self._run_numel * bits // 8)
+        blocks, bits = self._row_numel // self._block_numel, self._given.get("next_bits", self._given["bits"])
+        codes = ("codes", self._row_numel * bits // 8)
         scales = ("scale", blocks * (GAUSSIAN_SCALE_BYTES if self._is_gaussian else SCALE_BYTES))
         start = 0
         for name, part_bytes in (scales, codes) if self._is_gaussian else (codes, scales):
@@ -63,7 +63,7 @@ class Call:
         return "rounds" in self._given
 
     @property
-    def _run_numel(self) -> int:
+    def _row_numel(self) -> int:
         return self._given["row_numel"] if "row_numel" in self._given else self._given["values"].shape[-1]
 
     @property
@@ -83,4 +83,4 @@ class Call:
             elif value is not None and value is not False and name not in OF_THE_RUN:
                 yield f"{words} {value:.6g}" if isinstance(value, float) else f"{words} {value}"
         if self._block_numel:
-            yield f"{self._run_numel // self._block_numel} blocks of {self._block_numel}"
+            yield f"{self._row_numel // self._block_numel} blocks of {self._block_numel}"

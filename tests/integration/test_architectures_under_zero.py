@@ -52,7 +52,8 @@ def histories(config: ModelConfig, policy: Policy) -> list[list[tuple[float, flo
     return run_world((2, 2), lambda backend: history(config, policy, backend))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES.keys() - {"GPT-2 untied", "Llama"})  # Qwen3 has all of theirs
+# Qwen3 has all that the other two have.
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("GPT-2 untied", "Llama")])
 def test_stage_3_with_a_secondary_copy_has_the_bits_of_stage_0_and_all_three_stay_near(architecture: str) -> None:
     config = small_config(**ARCHITECTURES[architecture])
     plain, secondary, quantized = (histories(config, policy) for policy in (POLICIES[0], SECONDARY, ALL_THREE))

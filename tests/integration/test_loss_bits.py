@@ -14,9 +14,9 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT, materialize
 
-STEPS = 6
+STEPS = 20
 STEPS_OF_BITS = 3
-# At ten times this rate Adam, dividing by small second moments, amplifies the rounding of 3 x 2 ranks to 2.5e-6 within 20 steps.
+# At ten times this rate Adam, dividing by small second moments, amplifies the rounding of 3 x 2 ranks to 2.5e-6 within the 20 steps.
 LR = 1e-3
 CLIP = 0.5  # below every gradient norm of these runs, so that clipping is active
 

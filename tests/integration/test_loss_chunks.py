@@ -9,15 +9,15 @@ from harness.rank_pool import RankPool
 from harness.tiny_runs import losses, pretrain, validation_losses
 from test_documents_in_runs import DOCUMENTS, blend_of_short_documents
 
-STEPS = 5
+STEPS = 20
 # Micro-batches of 32 tokens: three chunks of 9 and one of 5.
-RUN = f"--micro-batch-size 2 --train-iters {STEPS} --clip-grad 0.5 --lr 1e-3 --eval-iters 1 --eval-interval 3"
+RUN = f"--micro-batch-size 2 --train-iters {STEPS} --clip-grad 0.5 --lr 1e-3 --eval-iters 1 --eval-interval 10"
 CHUNKS = "--loss-chunk-tokens 9"
 STAGE_3 = "--zero-stage 3 --zero-hpz-partition-size 2"
 
 
 @pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_steps_in_chunks_follow_those_of_whole_logits_and_have_the_same_bits_in_stage_0_and_stage_3(
+def test_20_steps_in_chunks_follow_those_of_whole_logits_and_have_the_same_bits_in_stage_0_and_stage_3(
     ranks: RankPool, tmp_path: Path, is_tied: bool
 ) -> None:
     """The run with a head of its own has documents in its samples, and tokens whose loss does not count."""
