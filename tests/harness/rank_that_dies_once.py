@@ -1,4 +1,4 @@
-"""The entry, on a rank 1 that is killed in its sixth step where ONCE names a file that is not there yet; a program for test_restarts."""
+"""The entry, on a rank 1 that is killed in its fourth step where ONCE names a file that is not there yet; a program for test_restarts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def step_that_kills(*arguments: Any) -> Any:
     global steps
     steps += 1
     trace = Path(os.environ["ONCE"])
-    if steps == 6 and os.environ["RANK"] == "1" and not trace.exists():
+    if steps == 4 and os.environ["RANK"] == "1" and not trace.exists():
         trace.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return forward_backward(*arguments)

@@ -22,33 +22,33 @@ RUN += "--quantization-block-size 32 --lr 1e-2 --lr-decay-style constant --log-i
 TINY = f"{MODEL} {RUN}".split()
 
 
-def entry(flags: list[str]) -> int:
+def entry(flags: list[str], *, plans: bool = False) -> int:
     """The exit code of the entry on this rank. Restores the signals that a run ignores at its end.
 
-    The run is not planned first, which takes as long as all else of its start; runs that a launcher or `forked.py` starts are.
+    plans: whether the run is planned first, as runs are that a launcher or `forked.py` starts. That takes as long as all else of its start.
     """
     from megatron_zpp.training import startup_checks
     from pretrain_zeropp_gpt import main
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
-        with mock.patch.object(startup_checks, "check_memory"):
+        with contextlib.nullcontext() if plans else mock.patch.object(startup_checks, "check_memory"):
             return main(flags)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def entry_in(folder: str, flags: list[str], log: str = "") -> tuple[int, str]:
+def entry_in(folder: str, flags: list[str], log: str = "", plans: bool = False) -> tuple[int, str]:
     """The exit code of the entry on this rank and the text that it printed, with `folder` as working directory.
 
-    log: file of --log-jsonl, if the flags have none.
+    log: file of --log-jsonl, if the flags have none. plans: see `entry`.
     """
     before = Path.cwd()
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
-            code = entry([*flags, "--log-jsonl", log] if log else flags)
+            code = entry([*flags, "--log-jsonl", log] if log else flags, plans=plans)
     finally:
         os.chdir(before)
     return code, output.getvalue()

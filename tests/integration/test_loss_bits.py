@@ -18,6 +18,7 @@ STEPS = 20
 STEPS_OF_BITS = 3
 # At ten times this rate Adam, dividing by small second moments, amplifies the rounding of 3 x 2 ranks to 2.5e-6 within the 20 steps.
 LR = 1e-3
+DECAY = 0.3  # large, so that a weight which decays and must not is seen after a few steps
 CLIP = 0.5  # below every gradient norm of these runs, so that clipping is active
 
 
@@ -56,7 +57,8 @@ def plain_losses() -> list[tuple[float, float]]:
 def test_every_shape_follows_a_plain_loop_within_fp32_rounding(
     ranks: RankPool, tmp_path: Path, plain_losses: list[tuple[float, float]], nodes: int, ranks_per_node: int, stage: int
 ) -> None:
-    flags = f"--micro-batch-size 1 --global-batch-size 12 --train-iters {STEPS} --clip-grad {CLIP} --zero-stage {stage} --lr {LR}"
+    flags = f"--micro-batch-size 1 --global-batch-size 12 --train-iters {STEPS} --clip-grad {CLIP} --zero-stage {stage} --lr {LR} "
+    flags += f"--weight-decay {DECAY}"
     found = losses(pretrain(ranks, nodes, ranks_per_node, flags, tmp_path / "run.jsonl"))
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in plain_losses], rel=1e-6)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in plain_losses], rel=1e-4)
@@ -70,7 +72,7 @@ def plain_loop(global_batch_size: int) -> list[tuple[float, float]]:
     model = materialize(GPT(config.model, 104, config.training.seed, torch.float32)).train()
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
     found = []
     for step in range(STEPS):

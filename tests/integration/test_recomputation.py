@@ -19,13 +19,13 @@ def test_with_dropout_on_recomputation_has_the_loss_bits_of_stage_0_without_it_a
 ) -> None:
     def run(flags: str) -> list[dict[str, float]]:
         log = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        return pretrain(ranks, 2, 2, f"--train-iters 3 --micro-batch-size 2 --clip-grad 0.5 {flags}", log)
+        return pretrain(ranks, 2, 2, f"--train-iters 2 --micro-batch-size 2 --clip-grad 0.5 {flags}", log)
 
     plain = losses(run(""))
-    assert len(plain) == 3
+    assert len(plain) == 2
     assert losses(run(CHUNKS)) == plain
     expected = inter_node_bytes(WORLD, 3, microbatches=1, element_bytes=4, features=Features(keeps_secondary=True))
     for flags in (CHUNKS, BLOCK, "--recompute-activations"):
         records = run(f"{HPZ} {flags}")
         assert losses(records) == plain
-        assert [record["inter_node_bytes"] for record in records] == [expected] * 3
+        assert [record["inter_node_bytes"] for record in records] == [expected] * 2

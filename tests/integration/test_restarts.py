@@ -14,7 +14,7 @@ from harness.tiny_runs import TINY, losses, pretrain
 
 TORCHRUN = Path(torch.distributed.run.__file__)
 PROGRAM = HARNESS / "rank_that_dies_once.py"
-FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
+FLAGS = "--zero-stage 3 --train-iters 5 --global-batch-size 4"
 
 
 def test_after_a_rank_was_killed_torchrun_s_restart_ends_with_the_losses_of_the_unbroken_run(ranks: RankPool, tmp_path: Path) -> None:
@@ -25,5 +25,5 @@ def test_after_a_rank_was_killed_torchrun_s_restart_ends_with_the_losses_of_the_
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "killed").exists()
     records = [json.loads(line) for line in (tmp_path / "broken.jsonl").read_text().splitlines()]
-    assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5, 5, 6, 7, 8]  # 4 was the last that had been saved
-    assert losses(records) == [*whole[:5], *whole[4:]]
+    assert [record["iteration"] for record in records] == [1, 2, 3, 3, 4, 5]  # 2 was the last that had been saved
+    assert losses(records) == [*whole[:3], *whole[2:]]

@@ -11,9 +11,9 @@ import pytest
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, entry, losses, pretrain
 
-SAVED_AT, END = 5, 11
+SAVED_AT, END = 3, 6
 SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 3 "
-COMMON = f"{SMALL} --train-iters {END} --global-batch-size 24 --micro-batch-size 1"
+COMMON = f"{SMALL} --train-iters {END} --global-batch-size 12 --micro-batch-size 1"
 SAVING = "--zero-stage 3 --zero-hpz-partition-size 2"
 
 

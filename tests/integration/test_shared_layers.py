@@ -17,7 +17,7 @@ from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.run_plan import plan_as_given
 
 SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
-RUN = "--zeropp paper --seed 5 --global-batch-size 8 --train-iters 4 --eval-iters 1 --eval-interval 2 --attention-dropout 0"
+RUN = "--zeropp paper --seed 5 --global-batch-size 8 --train-iters 3 --eval-iters 1 --eval-interval 2 --attention-dropout 0"
 LOGS = "--log-params-norm --log-num-zeros-in-grad --log-throughput --timing-log-level 2"
 
 
@@ -37,7 +37,7 @@ def test_zeropp_trains_with_shared_layers_and_ranks_that_share_none_continue(ran
     assert [loss for loss, _ in losses(resumed)] == pytest.approx(numbers(shared, "lm_loss")[2:], rel=2e-3)
     assert validation_losses(shared) == pytest.approx(validation_losses(alone), rel=2e-3)
     assert numbers(shared, "consumed_samples") == numbers(alone, "consumed_samples")
-    assert numbers(alone, "tensor_link_bytes") == [0] * 4
+    assert numbers(alone, "tensor_link_bytes") == [0] * 3
     topology = json.loads((tmp_path / "saved" / "iter_0000002" / "manifest.json").read_text())["topology"]
     assert (topology["world_size"], topology["tensor_ranks"]) == (8, 2)
 

@@ -85,7 +85,7 @@ def test_the_command_as_printed_on_nodes_of_fewer_ranks_is_refused_with_file_key
 @on_a_small_machine
 def test_four_ranks_that_do_not_fit_are_refused_in_one_sentence(tmp_path: Path, ranks: RankPool) -> None:
     write_json(tmp_path, partition_ranks=2)
-    results = ranks.run(2, 2, entry_in, str(tmp_path), AS_PRINTED.split(), "log.jsonl")
+    results = ranks.run(2, 2, entry_in, str(tmp_path), AS_PRINTED.split(), "log.jsonl", True)
     assert [code for code, _ in results] == [2] * 4
     lines = [line for _, text in results for line in text.splitlines() if "error: " in line]
     assert len(lines) == 1
