@@ -131,7 +131,7 @@ def _check(features: Features, grid: Grid, dtype: torch.dtype, microbatches: int
     assert bytes_by_step(grid, job) == [[expected] * steps] * grid.world_size
 
 
-# Every combination with three micro-batches, and every promised world; with one: below.
+# Every combination with three micro-batches, and every promised world.
 @pytest.mark.parametrize(
     "world, name, microbatches", [(PROMISED[index % len(PROMISED)], name, 3) for index, name in enumerate(COMBINATIONS)], ids=str
 )
