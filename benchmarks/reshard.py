@@ -71,8 +71,8 @@ class Param:
         if self.division != "gate and value":
             return Division.evenly(self.shape, 0 if self.division == "rows" else 1, tensor_ranks, tensor_rank)
         length = self.shape[0] // (2 * tensor_ranks)
-        runs = tuple(HeldRange(index * length, (index + 1) * length, (index % tensor_ranks,)) for index in range(2 * tensor_ranks))
-        return Division(self.shape, 0, runs, tensor_rank)
+        ranges = tuple(HeldRange(index * length, (index + 1) * length, (index % tensor_ranks,)) for index in range(2 * tensor_ranks))
+        return Division(self.shape, 0, ranges, tensor_rank)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def bytes_read(sources: Sequence[Source], files: dict[str, StoredFile]) -> int:
     total = 0
     for name, found in by_file.items():
         ranges = byte_ranges(sorted(found, key=lambda source: source.offset), CHUNK_BYTES)
-        total += sum(run.stop - run.start for run in chunk_ranges(ranges, CHUNK_BYTES, files[name].nbytes, CHUNKS_AT_ONCE))
+        total += sum(chunks.stop - chunks.start for chunks in chunk_ranges(ranges, CHUNK_BYTES, files[name].nbytes, CHUNKS_AT_ONCE))
         total += -(-files[name].header_bytes // CHUNK_BYTES) * CHUNK_BYTES
     return total
 

@@ -126,8 +126,8 @@ def _row(name: str, rounds: Sequence[Round], workload: Workload, f: float | None
         name=name,
         seconds=seconds,
         tokens_per_second=workload.tokens_per_step / seconds.median,
-        over_zero3=_ratio(rounds, ZERO3, name),
-        over_fsdp2=_ratio(rounds, FSDP2, name),
+        over_zero3=ratio_of_seconds(rounds, ZERO3, name),
+        over_fsdp2=ratio_of_seconds(rounds, FSDP2, name),
         kernel_bytes=_median(rounds, name, "kernel_bytes"),
         in_models=_median(rounds, name, "kernel_bytes") / workload.model_share_bytes,
         ledger_bytes=_median(rounds, name, "ledger_bytes") if has_ledger else None,
@@ -141,7 +141,8 @@ def _median_hidden(rounds: Sequence[Round], name: str, kind: str) -> float:
     return _median_of(rounds, lambda measured: measured[name]["hidden"].get(kind, 0.0))
 
 
-def _ratio(rounds: Sequence[Round], name: str, other: str) -> float:
+def ratio_of_seconds(rounds: Sequence[Round], name: str, other: str) -> float:
+    """The step of `name` over that of `other`: the median over rounds, in which both ran side by side."""
     return _median_of(rounds, lambda measured: measured[name]["seconds"] / measured[other]["seconds"])
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
@@ -45,6 +47,12 @@ class Workload:
     micro_batch_size: int = 1
     microbatches: int = 1
     extra: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_subject(cls, subject: Mapping[str, Any]) -> Workload:
+        """What the ranks of a stored measurement trained. subject: of its file."""
+        world = (subject["nodes"], subject["ranks_per_node"], subject["model"], subject["micro_batch_size"])
+        return cls(*world, subject["gradient_accumulation"], subject["flags"])
 
     @property
     def world_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Three rungs: one unit of four slices on 2 nodes of 2 ranks, whose payloads climb and descend between three rungs."""
+"""The rungs: one unit of four slices on 2 nodes of 2 ranks, whose payloads climb and descend between three rungs."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from drawing.memory import LIMIT, SWITCHES, plan_of
+from drawing.memory import LIMIT, plan_of, plans
 from drawing.quickstart import recorded
 from report import in_table
 
@@ -132,8 +132,7 @@ def long_samples() -> str:
 
 
 def switches() -> str:
-    needs = {flags: plan_of(flags).memory for flags in SWITCHES}
-    lines = [[f"`{flags}`", in_gib(need.total), in_gib(need.host), _whether(need.total <= LIMIT)] for flags, need in needs.items()]
+    lines = [[f"`{flags}`", in_gib(need.total), in_gib(need.host), _whether(need.total <= LIMIT)] for flags, need in plans().items()]
     return in_table(["flags beside `--bf16`", "device, per rank", "host, per rank", "fits"], lines)
 
 
@@ -160,8 +159,14 @@ def timed_switches() -> str:
 
 
 DIVIDES = "--tensor-model-parallel-size 4"
-KEPT = ("", "--checkpoint-in-cpu", DIVIDES, *(f"{DIVIDES} --partition-activations{more}" for more in ("", " --checkpoint-in-cpu")))
-KEPT = (*KEPT, f"{DIVIDES} --sequence-parallel")
+KEPT = (
+    "",
+    "--checkpoint-in-cpu",
+    DIVIDES,
+    f"{DIVIDES} --partition-activations",
+    f"{DIVIDES} --partition-activations --checkpoint-in-cpu",
+    f"{DIVIDES} --sequence-parallel",
+)
 
 
 def kept_inputs() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from argparse import Namespace
 from collections.abc import Callable
 from functools import cache, partial
@@ -31,7 +30,7 @@ from loss_study.report import table as loss_table
 from loss_study.settings import plain_of
 from loss_study.training import Outcome
 from report import in_table
-from slow_links.analysis import Rated, analyse
+from slow_links.analysis import Rated, analyse, ratio_of_seconds
 from slow_links.configurations import ALL, DEEPSPEEDS, FSDP2, LEAN, SETS, ZERO3, Workload
 from slow_links.record import Record
 
@@ -42,7 +41,6 @@ from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.ops.gaussian_reference import LEVELS, THRESHOLDS
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-MIB = 2**20
 
 
 @cache
@@ -115,16 +113,13 @@ def host_path(name: str) -> list[gpu_host_path.Measured]:
 @cache
 def rated(world: str) -> dict[str, Rated]:
     """By rate. world: such as 2x2."""
-    subject = stored(f"two_nodes_{world}")["subject"]
-    ranks = (subject["nodes"], subject["ranks_per_node"], subject["model"], subject["micro_batch_size"])
-    workload = Workload(*ranks, subject["gradient_accumulation"], subject["flags"])
+    workload = Workload.of_subject(stored(f"two_nodes_{world}")["subject"])
     return {str(one.rate): one for one in analyse(Record(FOLDER / f"two_nodes_{world}.json", {}, starts_anew=False), workload)}
 
 
 def over(name: str, other: str, rate: str, world: str) -> float:
     """How many times as fast `name` is: the median over rounds, in which both ran side by side."""
-    rounds = stored(f"two_nodes_{world}")["rates"][rate]
-    return statistics.median(measured[other]["seconds"] / measured[name]["seconds"] for measured in rounds)
+    return ratio_of_seconds(stored(f"two_nodes_{world}")["rates"][rate], other, name)
 
 
 def factor(value: float | None) -> str:

@@ -78,9 +78,8 @@ def test_the_tables_over_slow_links_are_those_of_their_measurement(path: Path) -
 
 def measured(path: Path) -> tuple[Record, Workload]:
     """The rounds of a measurement over slow links, and what its ranks trained."""
-    subject = read(path.with_suffix(".json"))["subject"]
-    world = (subject["nodes"], subject["ranks_per_node"], subject["model"], subject["micro_batch_size"])
-    return Record(path.with_suffix(".json"), {}, starts_anew=False), Workload(*world, subject["gradient_accumulation"], subject["flags"])
+    file = path.with_suffix(".json")
+    return Record(file, {}, starts_anew=False), Workload.of_subject(read(file)["subject"])
 
 
 @pytest.mark.long
