@@ -97,7 +97,8 @@ def _predictions(ratings: Sequence[Rated], prediction: Prediction, known: Known)
         cells = [str(rated.rate)]
         for name in names:
             measured, predicted = rated.rows[name].seconds.median, prediction.seconds(name, rated.rate)
-            cells.append(f"{predicted * 1e3:.0f} / {measured * 1e3:.0f} ({predicted / measured - 1:+.0%})")
+            error = round(predicted / measured - 1, 2) + 0.0  # without the sign of a zero, which depends on the last bit
+            cells.append(f"{predicted * 1e3:.0f} / {measured * 1e3:.0f} ({error:+.0%})")
         rows.append(cells)
     slowest = f" and at {known.slowest}" if known.slowest.is_limited else ""
     text = f"### Predicted by plans of tools/plan_run.py from ZeRO-3's step without limit{slowest}, beside the measured step, ms"
