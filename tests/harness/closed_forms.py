@@ -5,8 +5,22 @@ The tiny GPT is that of `tiny_runs.py`, the small model that of `small_engine.py
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
+
+from harness.codes import LinkBits, code
+from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    Policy,
+    with_gradients_summed_on_secondary,
+    with_quantized_gradients,
+    with_secondary_weights,
+    with_weight_differences,
+)
 
 LAYERS, HIDDEN, FFN, VOCAB, POSITIONS, BLOCK = 2, 32, 128, 104, 16, 32
 
@@ -45,53 +59,81 @@ def small_units(inner: tuple[int, ...], hidden: int, vocab: int, *, is_tied: boo
     return [embedding, *blocks, Unit((), 2 * hidden, 1, block), *head]
 
 
+EXACT, INT8, INT4 = (LinkBits(bits, bits) for bits in (16, 8, 4))
+
+
 @dataclass(frozen=True)
 class Features:
-    """Which of ZeRO++ is on: bits of a weight and of a gradient (16 stands for the working precision), and the secondary copy."""
+    """A member of the family: its stage, which rungs it keeps and sums on, and in how many bits values cross (16: as they are).
 
-    weight_bits: int = 16
+    sums_on_secondary: of a step's micro-batches. is_lean: Gaussian codes cross between nodes, and the weights' are those of differences.
+    """
+
+    stage: int = 3
     keeps_secondary: bool = False
-    gradient_bits: int = 16
+    sums_on_secondary: bool = False
+    weights: LinkBits = EXACT
+    gradients: LinkBits = EXACT
+    is_lean: bool = False
+
+    def policy(self) -> Policy:
+        """The row of the engine with these features."""
+        policy = with_secondary_weights(POLICIES[self.stage]) if self.keeps_secondary else POLICIES[self.stage]
+        policy = with_gradients_summed_on_secondary(policy) if self.sums_on_secondary else policy
+        if self.is_lean:
+            weights, gradients = (Code.gaussian(bits.inter, rounds=1) for bits in (self.weights, self.gradients))
+            return with_quantized_gradients(with_weight_differences(policy, weights), LinkCodes(gradients, code(self.gradients.intra)))
+        return dataclasses.replace(policy, weight_codes=self.weights.codes(), gradient_codes=self.gradients.codes())
 
 
-def payload_bytes(unit: Unit, world_size: int, bits: int, element_bytes: int) -> int:
-    """One slice on its way: codes and fp32 scales of the matrices, or their values, then the vectors; each part padded to 16 bytes."""
+def payload_bytes(unit: Unit, world_size: int, bits: int, element_bytes: int, *, is_gaussian: bool = False) -> int:
+    """One slice on its way: scales and codes of the matrices, or their values, then the vectors; each part padded to 16 bytes.
+
+    A block has a scale in fp32, or in bf16 if its code is Gaussian.
+    """
     matrices, vectors = unit.slice_shape(world_size)
     if bits == 16:
         return padded(matrices * element_bytes) + padded(vectors * element_bytes)
-    return padded(matrices * bits // 8) + padded(matrices // unit.block * 4) + padded(vectors * element_bytes)
+    scale_bytes = 2 if is_gaussian else 4
+    return padded(matrices // unit.block * scale_bytes) + padded(ceil(matrices * bits / 8)) + padded(vectors * element_bytes)
 
 
 def padded(nbytes: int) -> int:
     return ceil(nbytes / 16) * 16
 
 
-@dataclass(frozen=True)
-class World:
-    nodes: int
-    ranks_per_node: int
+def step_bytes(features: Features, units: list[Unit], grid: Grid, *, microbatches: int, element_bytes: int) -> tuple[int, int]:
+    """Bytes per step that enter a node, and that a rank gets from ranks of its own node; alike for every rank of a world of one ladder.
 
-    @property
-    def size(self) -> int:
-        return self.nodes * self.ranks_per_node
+    Not of the first step of lean, in which the weights themselves cross.
+    """
+    over_inter = range(0, grid.world_size, grid.partition_ranks)
+    over_intra = range(grid.partition_ranks)
+    weights, gradients, is_gaussian = features.weights, features.gradients, features.is_lean
+    weight_bytes = 4 if features.stage == 0 else element_bytes  # what climbs in stage 0 is the fp32 mean of the gradients
+    entering = within = 0
+    for unit in units:
+        payload = partial(payload_bytes, unit, grid.world_size)
+        climbs = unit.climbs * microbatches if features.stage == 3 else 1
+        climbs_over_inter = 1 if features.keeps_secondary else climbs
+        descents = microbatches if features.stage > 1 else 1
+        descents_over_inter = 1 if features.sums_on_secondary else descents
+        messages = [
+            (over_inter, payload(weights.inter, weight_bytes, is_gaussian=is_gaussian), climbs_over_inter),
+            (over_intra, payload(weights.intra, weight_bytes) * len(over_inter), climbs),
+            (over_intra, payload(gradients.intra, element_bytes) * len(over_inter), descents),
+            (over_inter, payload(gradients.inter, element_bytes, is_gaussian=is_gaussian), descents_over_inter),
+        ]
+        for members, nbytes, times in messages:
+            outside = sum(member >= grid.ranks_per_node for member in members)  # of the node of rank 0
+            entering += times * outside * nbytes * grid.ranks_per_node
+            within += times * (len(members) - 1 - outside) * nbytes
+    return entering, within
 
 
-def inter_node_bytes(
-    world: World, stage: int, *, microbatches: int, element_bytes: int, is_tied: bool = True, features: Features = Features()
-) -> int:
-    """Bytes entering one node per step: each of its ranks receives, per crossing of a unit, one slice from each other node."""
-    total = 0
-    for unit in units(is_tied=is_tied):
-        weights = payload_bytes(unit, world.size, features.weight_bits, element_bytes)
-        gradient = payload_bytes(unit, world.size, features.gradient_bits, element_bytes)
-        climbs = 1 if features.keeps_secondary else microbatches * unit.climbs
-        total += {
-            0: gradient + payload_bytes(unit, world.size, 16, 4),  # the fp32 mean climbs back
-            1: gradient + weights,
-            2: microbatches * gradient + weights,
-            3: microbatches * gradient + climbs * weights,
-        }[stage]
-    return total * (world.nodes - 1) * world.ranks_per_node
+def inter_node_bytes(features: Features, grid: Grid, *, microbatches: int, element_bytes: int, is_tied: bool = True) -> int:
+    """Bytes that enter a node in a step of the tiny GPT."""
+    return step_bytes(features, units(is_tied=is_tied), grid, microbatches=microbatches, element_bytes=element_bytes)[0]
 
 
 def padded_numel(world_size: int, *, is_tied: bool) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.closed_forms import Features, World, inter_node_bytes
+from harness.closed_forms import Features, inter_node_bytes
 from harness.rank_pool import RankPool
 from harness.tiny_runs import losses, pretrain
 
-WORLD = World(2, 2)
+from megatron_zpp.parallel.grid import Grid
+
 CHUNKS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 HPZ = "--zero-stage 3 --zero-hpz-partition-size 2"
@@ -24,7 +25,7 @@ def test_with_dropout_on_recomputation_has_the_loss_bits_of_stage_0_without_it_a
     plain = losses(run(""))
     assert len(plain) == 2
     assert losses(run(CHUNKS)) == plain
-    expected = inter_node_bytes(WORLD, 3, microbatches=1, element_bytes=4, features=Features(keeps_secondary=True))
+    expected = inter_node_bytes(Features(keeps_secondary=True), Grid.of_nodes(2, 2), microbatches=1, element_bytes=4)
     for flags in (CHUNKS, BLOCK, "--recompute-activations"):
         records = run(f"{HPZ} {flags}")
         assert losses(records) == plain

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.closed_forms import Features, World, inter_node_bytes
+from harness.closed_forms import INT4, INT8, Features, inter_node_bytes
 from harness.patience import wait_until
 from harness.rank_pool import RankPool
 from harness.tiny_corpus import counting_documents, write_corpus
 from harness.tiny_runs import TINY, losses, pretrain
 from test_bad_input import entry_and_output, message_of
 from test_resume import told
+
+from megatron_zpp.parallel.grid import Grid
 
 # Batches of 4, 4, 8 and 12 samples up to sample 28, then 16: two whole ones until sample 70 would be passed.
 RAMP = "--train-samples 70 --rampup-batch-size 4 4 24 --global-batch-size 16"
@@ -35,8 +37,8 @@ def test_a_ramp_consumes_what_it_says_and_its_bytes_follow_the_number_of_micro_b
     records = pretrain(ranks, 2, 2, f"{RAMP} {ZEROPP}", tmp_path / "run.jsonl")
     assert trained(records, "global_batch_size") == SIZES and trained(records, "consumed_samples") == CONSUMED
     assert trained(records, "consumed_tokens") == [16 * samples for samples in CONSUMED]
-    features = Features(weight_bits=8, keeps_secondary=True, gradient_bits=4)
-    expected = [inter_node_bytes(World(2, 2), 3, microbatches=size // 4, element_bytes=2, features=features) for size in SIZES]
+    features = Features(keeps_secondary=True, weights=INT8, gradients=INT4)
+    expected = [inter_node_bytes(features, Grid.of_nodes(2, 2), microbatches=size // 4, element_bytes=2) for size in SIZES]
     assert trained(records, "inter_node_bytes") == trained(records, "inter_node_bytes_per_iteration") == expected
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import plan_run
 import pytest
-from harness.closed_forms import World, inter_node_bytes
+from harness.closed_forms import Features, inter_node_bytes
 from harness.patience import wait_until
 from harness.places import ROOT
 from harness.processes import children_of, is_alive
@@ -29,6 +29,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import model_flops
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.host_threads import own_cores
 from megatron_zpp.training.members import MEMBERS, Member
@@ -79,7 +80,7 @@ def test_bytes_and_memory_are_those_of_the_run(tmp_path: Path) -> None:
     found = plan(tmp_path, "--nodes", "3", "--inter-gigabits", "1", "--step-seconds", "0.1", "--device", "cpu")
     members = found["rates"][0]["members"]  # type: ignore[index]
     for stage in range(4):
-        expected = inter_node_bytes(World(3, 2), stage, microbatches=1, element_bytes=2)
+        expected = inter_node_bytes(Features(stage), Grid.of_nodes(3, 2), microbatches=1, element_bytes=2)
         assert members[f"ZeRO-{stage}"]["inter_node_bytes"] == expected
     config = resolve(parse_flags([*RUN, "--zero-stage", "3"]), 6, 2)
     need = memory_need(config, 104, grid_of(config, 6), is_on_gpu=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.closed_forms import World, inter_node_bytes
+from harness.closed_forms import Features, inter_node_bytes
 from harness.places import ROOT
 from harness.stored_manifest import manifest_of_run, write_manifest
 from harness.tiny_corpus import write_corpus
@@ -23,6 +23,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config, DataConfig
 from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.dry_run import described_plan, planned_world_size
@@ -46,7 +47,7 @@ def parts_of(flags: str, launch: Launch = ALONE) -> dict[str, str]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_of_the_plan_are_the_closed_form_and_memory_is_that_of_the_run(stage: int) -> None:
     parts = parts_of(f"--nodes 3 --ranks-per-node 2 --global-batch-size 24 --zero-stage {stage} --distributed-backend gloo")
-    expected = inter_node_bytes(World(3, 2), stage, microbatches=4, element_bytes=2)
+    expected = inter_node_bytes(Features(stage), Grid.of_nodes(3, 2), microbatches=4, element_bytes=2)
     assert parts["bytes per iteration"].startswith(f"{expected / 1e9:.4g} GB into a node")
     flags = f"{MODEL} --quantization-block-size 32 --bf16 --global-batch-size 24 --zero-stage {stage}"
     config = resolve(parse_flags(flags.split()), 6, 2)

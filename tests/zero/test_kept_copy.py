@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 
 import pytest
 import torch
-from harness.closed_forms import Unit, padded, small_units
-from harness.matrix_model import WORLD, MatrixRank
-from harness.small_engine import LEARNING_RATE, VOCAB, Job, ModelShape, Rank, bytes_by_step, random_pauses, train_world
+from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, random_pauses, train_world
 from harness.worlds import run_world
 from torch import Tensor
 
@@ -25,7 +22,6 @@ from megatron_zpp.training.metrics import StepTraffic
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
-    Rung,
     with_gradients_summed_on_secondary,
     with_quantized_gradients,
     with_secondary_weights,
@@ -219,66 +215,6 @@ def test_recomputation_and_prefetch_change_no_bit() -> None:
     assert train_world((2, 2), job(SHARED, microbatches=2, prefetch=Prefetch(0, 0))) == expected
     recomputed = ModelShape((17, 40), is_tied=False, is_recomputed=True)
     assert train_world((2, 2), job(SHARED, microbatches=2, shape=recomputed)) == expected
-
-
-# ---- bytes
-
-
-def gaussian_payload(unit: Unit, world_size: int, bits: int, element_bytes: int) -> int:
-    """One slice: a bf16 scale per 256 values, the codes, then the vectors; each part padded to 16 bytes."""
-    matrices, vectors = unit.slice_shape(world_size)
-    return padded(matrices // BLOCK * 2) + ceil(matrices * bits / 8) + padded(vectors * element_bytes)
-
-
-def closed_form(policy: Policy, grid: Grid, microbatches: int) -> int:
-    """Bytes that enter a node in a step after the first: each rank gets from each rank of its column on another node its payloads."""
-    members_outside = sum(rank >= grid.ranks_per_node for rank in range(0, grid.world_size, grid.partition_ranks))
-    sent = 1 if policy.gradients in (Rung.SECONDARY, Rung.FULL) else microbatches
-    total = 0
-    for unit in small_units((17, 40), 12, VOCAB, is_tied=False, block=BLOCK):
-        bits = policy.weight_codes.inter.bits
-        assert bits is not None
-        total += gaussian_payload(unit, grid.world_size, bits, 2) + sent * gaussian_payload(unit, grid.world_size, 3, 2)
-    return total * members_outside * grid.ranks_per_node
-
-
-@pytest.mark.parametrize(
-    "grid, policy, microbatches",
-    [
-        (Grid.of_nodes(2, 2), lean(3), 1),
-        (Grid.of_nodes(2, 2), SHARED, 2),
-        pytest.param(Grid.of_nodes(2, 2), lean(3, bits=1), 4, marks=pytest.mark.long),
-        pytest.param(Grid.of_nodes(3, 2), SHARED, 8, marks=pytest.mark.long),
-        (Grid.of_nodes(2, 2), lean(1, bits=2), 2),
-        (Grid.of_nodes(3, 1), lean(2, bits=4), 3),
-        pytest.param(Grid(8, 4, 2), lean(3), 1, marks=pytest.mark.long),
-        (Grid(4, 2, 1), SHARED, 2),
-        (Grid.of_nodes(1, 4), SHARED, 2),
-    ],
-    ids=str,
-)
-def test_each_step_after_the_first_moves_the_bytes_of_the_closed_form(grid: Grid, policy: Policy, microbatches: int) -> None:
-    steps = bytes_by_step(grid, job(policy, microbatches=microbatches, steps=3 if microbatches == 1 else 2), evaluations=1)
-    assert {entering for of_rank in steps for entering, _ in of_rank[1:]} == {closed_form(policy, grid, microbatches)}
-
-
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_without_padding_and_vectors_a_step_moves_less_than_0_385_of_the_model(microbatches: int) -> None:
-    def program(backend: VirtualBackend) -> float:
-        rank = MatrixRank(SHARED, backend)
-        moved = 0
-        for _ in range(2):
-            before = moved
-            rank.accumulate(microbatches)
-            rank.engine.step(1e-3)
-            moved = rank.ledger.inter_node_bytes(rank.ledger.total(Category.WEIGHTS, Category.GRADIENTS))
-        numel = sum(unit.layout.numel for unit in rank.engine.units)
-        rank.engine.close()
-        return (moved - before) / (2 * numel)
-
-    nodes = WORLD[0]
-    for share in run_world(WORLD, program):
-        assert share == (2 * 3 / 16 + 2 * 16 / (256 * 16)) * (nodes - 1) / nodes <= 0.385 * (nodes - 1) / nodes
 
 
 def test_a_skipped_step_sends_no_differences() -> None:

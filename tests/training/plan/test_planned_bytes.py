@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import closed_forms
-from harness.closed_forms import Features, World, inter_node_bytes
+from harness.closed_forms import INT4, INT8, Features, inter_node_bytes
 from harness.planned_engine import ALL, KEPT, UNOFFERED, planned_step
 from harness.small_engine import ROWS, Job, ModelShape, Rank, SmallModel
 from harness.worlds import run_world
@@ -40,9 +40,9 @@ LEDGER = (Category.WEIGHTS, Category.GRADIENTS)
 GPT_FLAGS = f"--num-layers {closed_forms.LAYERS} --hidden-size {closed_forms.HIDDEN} --num-attention-heads 4 --vocab-size 100 "
 GPT_FLAGS += f"--seq-length {closed_forms.POSITIONS} --make-vocab-size-divisible-by 8 --quantization-block-size {closed_forms.BLOCK} --bf16"
 SWITCHES = {
-    "--zero-quantized-weights": {"weight_bits": 8},
+    "--zero-quantized-weights": {"weights": INT8},
     "--zero-hpz-partition-size {ranks_per_node}": {"keeps_secondary": True},
-    "--zero-quantized-gradients": {"gradient_bits": 4},
+    "--zero-quantized-gradients": {"gradients": INT4},
 }
 EVERY_ROW = {
     **ROWS,
@@ -58,35 +58,35 @@ EVERY_ROW = {
 # ---- against closed forms
 
 
-def planned_node_bytes(world: World, flags: str, microbatches: int) -> int:
-    batch = f"--global-batch-size {microbatches * world.size}"
-    config = resolve(parse_flags(f"{GPT_FLAGS} {batch} {flags}".split()), world.size, world.ranks_per_node)
-    step = plan_step(config, grid_of(config, world.size), closed_forms.VOCAB, is_on_gpu=False)
-    return step.traffic(*LEDGER).inter_bytes * world.ranks_per_node
+def planned_node_bytes(grid: Grid, flags: str, microbatches: int) -> int:
+    batch = f"--global-batch-size {microbatches * grid.world_size}"
+    config = resolve(parse_flags(f"{GPT_FLAGS} {batch} {flags}".split()), grid.world_size, grid.ranks_per_node)
+    step = plan_step(config, grid_of(config, grid.world_size), closed_forms.VOCAB, is_on_gpu=False)
+    return step.traffic(*LEDGER).inter_bytes * grid.ranks_per_node
 
 
 # Each stage in two worlds, with another number of micro-batches, tied in one of them.
-WORLDS = [World(2, 1), World(2, 2), World(3, 2), World(1, 3)]
+WORLDS = [Grid.of_nodes(2, 1), Grid.of_nodes(2, 2), Grid.of_nodes(3, 2), Grid.of_nodes(1, 3)]
 CASES = [
     (WORLDS[(stage + turn) % 4], stage, (1, 2, 4)[(stage + turn) % 3], (stage + turn) % 2 == 0) for stage in range(4) for turn in (1, 2)
 ]
 
 
-@pytest.mark.parametrize(("world", "stage", "microbatches", "is_tied"), CASES, ids=str)
-def test_the_plan_of_a_stage_is_its_closed_form(world: World, stage: int, microbatches: int, is_tied: bool) -> None:
+@pytest.mark.parametrize(("grid", "stage", "microbatches", "is_tied"), CASES, ids=str)
+def test_the_plan_of_a_stage_is_its_closed_form(grid: Grid, stage: int, microbatches: int, is_tied: bool) -> None:
     flags = f"--zero-stage {stage}" + ("" if is_tied else " --untie-embeddings-and-output-weights")
-    expected = inter_node_bytes(world, stage, microbatches=microbatches, element_bytes=2, is_tied=is_tied)
-    assert planned_node_bytes(world, flags, microbatches) == expected
+    expected = inter_node_bytes(Features(stage), grid, microbatches=microbatches, element_bytes=2, is_tied=is_tied)
+    assert planned_node_bytes(grid, flags, microbatches) == expected
 
 
 @pytest.mark.parametrize("names", [names for count in range(1, 4) for names in itertools.combinations(SWITCHES, count)], ids=" ".join)
-@pytest.mark.parametrize("world", [World(2, 1), World(3, 2)], ids=str)
-def test_the_plan_of_every_combination_is_its_closed_form(world: World, names: tuple[str, ...]) -> None:
-    flags = " ".join(["--zero-stage 3", *names]).format(ranks_per_node=world.ranks_per_node)
+@pytest.mark.parametrize("grid", [Grid.of_nodes(2, 1), Grid.of_nodes(3, 2)], ids=str)
+def test_the_plan_of_every_combination_is_its_closed_form(grid: Grid, names: tuple[str, ...]) -> None:
+    flags = " ".join(["--zero-stage 3", *names]).format(ranks_per_node=grid.ranks_per_node)
     features = Features(**{key: value for name in names for key, value in SWITCHES[name].items()})
-    if world.ranks_per_node == 1:
+    if grid.ranks_per_node == 1:
         features = replace(features, keeps_secondary=False)  # a partition of one rank keeps nothing
-    assert planned_node_bytes(world, flags, 4) == inter_node_bytes(world, 3, microbatches=4, element_bytes=2, features=features)
+    assert planned_node_bytes(grid, flags, 4) == inter_node_bytes(features, grid, microbatches=4, element_bytes=2)
 
 
 # ---- against engines that move them
