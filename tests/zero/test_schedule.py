@@ -4,12 +4,13 @@ import re
 from collections import Counter
 
 import pytest
+from harness.scheduled_units import INTER_CLIMB, INTRA_CLIMB, ScheduledUnits, backward_moments, forward_moments
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.zero import schedule as schedule_module
-from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, Schedule, descent_order, evaluation_schedule, training_schedule
+from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, descent_order, evaluation_schedule, training_schedule
 
 prefetches = st.builds(Prefetch, st.integers(0, 4), st.integers(0, 4))
 
@@ -23,77 +24,10 @@ def _uses(blocks: int, is_tied: bool, chunk: int | None = None) -> tuple[Use, ..
 models = st.builds(_uses, st.integers(1, 8), st.booleans(), st.none() | st.integers(1, 5))
 
 
-def _forward(uses: tuple[Use, ...]) -> list[Moment]:
-    return [Moment(phase, index) for index in range(len(uses)) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
-
-
-def _backward(uses: tuple[Use, ...]) -> list[Moment]:
-    """As hooks announce them: the gradient of a chunk's output arrives, its uses run forward again, then backward goes through them."""
-    moments: list[Moment] = []
-    for chunk in reversed(_chunks(uses)):
-        last, *others = reversed(chunk)
-        moments.append(Moment(Phase.PRE_BACKWARD, last))
-        moments += [Moment(Phase.RECOMPUTE, index) for index in chunk if others]
-        moments += [Moment(Phase.PRE_BACKWARD, index) for index in others]
-    return [*moments, Moment(Phase.AFTER_BACKWARD, 0)]
-
-
-def _chunks(uses: tuple[Use, ...]) -> list[list[int]]:
-    numbers = [-1 - index if use.recomputed_in is None else use.recomputed_in for index, use in enumerate(uses)]
-    return [[index for index, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
-
-
-class RestingLinks:
-    """Which units rest, climb or stand full, if every unit rests whenever the schedule lets it: an independent reading of the moments."""
-
-    def __init__(self, uses: tuple[Use, ...], schedule: Schedule) -> None:
-        self.uses = uses
-        self.chunk_of = {index: chunk for chunk in _chunks(uses) for index in chunk}
-        self.schedule = schedule
-        self.to_secondary: list[str] = []  # submissions, in order
-        self.to_full: list[str] = []
-        self.on_secondary: set[str] = set()  # there or on the way; gone once the unit is full
-        self.climbing: set[str] = set()
-        self.full: set[str] = set()
-        self.most_full = 0
-
-    def run(self, moment: Moment) -> None:
-        actions = self.schedule.get(moment)
-        assert actions is not None, f"no actions for {moment}"
-        self.full -= set(actions.rest)
-        for unit in actions.climb_to_full:
-            self._submit_secondary(unit)
-            if unit not in self.full | self.climbing:
-                self.climbing.add(unit)
-                self.to_full.append(unit)
-        for unit in actions.climb_to_secondary:
-            self._submit_secondary(unit)
-        for unit in actions.wait:
-            assert unit in self.full | self.climbing, f"{unit} is waited for at {moment} and nobody submitted its climb"
-            self.climbing.discard(unit)
-            self.on_secondary.discard(unit)
-            self.full.add(unit)
-        if moment.phase is Phase.PRE_FORWARD:
-            assert set(self.uses[moment.use].units) <= self.full
-        chunk = self.chunk_of[moment.use]
-        if moment.phase is Phase.RECOMPUTE:  # those before it wait for their backward
-            assert {unit for index in chunk[: chunk.index(moment.use) + 1] for unit in self.uses[index].units} <= self.full
-        is_recomputed_first = len(chunk) > 1 and moment.use == chunk[-1]
-        if moment.phase is Phase.PRE_BACKWARD and self.uses[moment.use].needs_weights_in_backward and not is_recomputed_first:
-            assert set(self.uses[moment.use].units) <= self.full
-        self.most_full = max(self.most_full, len(self.full | self.climbing))
-
-    def _submit_secondary(self, unit: str) -> None:
-        if unit not in self.full | self.climbing | self.on_secondary:
-            self.on_secondary.add(unit)
-            self.to_secondary.append(unit)
-
-
-def _microbatch(uses: tuple[Use, ...], prefetch: Prefetch) -> RestingLinks:
-    links = RestingLinks(uses, training_schedule(uses, prefetch))
-    for moment in _forward(uses) + _backward(uses):
-        links.run(moment)
-    return links
+def _microbatch(uses: tuple[Use, ...], prefetch: Prefetch) -> ScheduledUnits:
+    units = ScheduledUnits(uses)
+    units.run(training_schedule(uses, prefetch), forward_moments(uses) + backward_moments(uses))
+    return units
 
 
 @given(models, prefetches)
@@ -105,8 +39,7 @@ def test_every_unit_that_a_use_reads_was_submitted_before_it_is_waited_for_and_s
 
 @given(models, prefetches)
 def test_after_a_micro_batch_everything_rests_and_nothing_is_on_its_way(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
-    links = _microbatch(uses, prefetch)
-    assert not links.full | links.climbing | links.on_secondary
+    assert _microbatch(uses, prefetch).at_rest
 
 
 @given(models, prefetches)
@@ -115,17 +48,16 @@ def test_blocks_and_a_tied_embedding_climb_twice_per_micro_batch_and_the_others_
     expected = Counter({use.units[0]: 2 for use in uses[1:-1]}) + Counter(norm=1, emb=2 if is_tied else 1)
     if not is_tied:
         expected["head"] = 1
-    links = _microbatch(uses, prefetch)
-    assert Counter(links.to_full) == expected
-    assert Counter(links.to_secondary) == expected
+    units = _microbatch(uses, prefetch)
+    assert Counter(units.climbs(INTRA_CLIMB)) == expected
+    assert Counter(units.climbs(INTER_CLIMB)) == expected
 
 
 @given(models, prefetches)
 def test_climbs_are_submitted_in_the_order_of_need_whatever_the_prefetch(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
-    by_need = _microbatch(uses, Prefetch(0, 0))
-    ahead = _microbatch(uses, prefetch)
-    assert ahead.to_full == by_need.to_full
-    assert ahead.to_secondary == by_need.to_secondary
+    by_need, ahead = _microbatch(uses, Prefetch(0, 0)), _microbatch(uses, prefetch)
+    for lane in (INTRA_CLIMB, INTER_CLIMB):
+        assert ahead.climbs(lane) == by_need.climbs(lane)
 
 
 @given(st.integers(4, 12), st.booleans(), st.integers(1, 4), prefetches)
@@ -137,28 +69,22 @@ def test_how_many_units_stand_full_at_once_depends_on_the_chunk_and_not_on_the_d
 
 @given(models, prefetches)
 def test_an_evaluation_reads_full_units_climbs_once_per_use_and_ends_at_rest(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
-    links = RestingLinks(uses, evaluation_schedule(uses, prefetch))
-    for moment in _forward(uses):
-        links.run(moment)
-    assert Counter(links.to_full) == Counter(unit for use in uses for unit in use.units)
-    assert not links.full | links.climbing | links.on_secondary
+    units = ScheduledUnits(uses)
+    units.run(evaluation_schedule(uses, prefetch), forward_moments(uses))
+    assert Counter(units.climbs(INTRA_CLIMB)) == Counter(unit for use in uses for unit in use.units)
+    assert units.at_rest
 
 
 @given(models, prefetches, st.data())
 def test_an_evaluation_between_any_two_moments_leaves_the_micro_batch_with_full_units(
     uses: tuple[Use, ...], prefetch: Prefetch, data: st.DataObject
 ) -> None:
-    moments = _forward(uses) + _backward(uses)
+    moments = forward_moments(uses) + backward_moments(uses)
     at = data.draw(st.sampled_from([0, 2 * len(uses), len(moments)]))  # before forward, before backward, after both
-    links = RestingLinks(uses, training_schedule(uses, prefetch))
-    for moment in moments[:at]:
-        links.run(moment)
-    links.schedule = evaluation_schedule(uses, prefetch)
-    for moment in _forward(uses):
-        links.run(moment)
-    links.schedule = training_schedule(uses, prefetch)
-    for moment in moments[at:]:
-        links.run(moment)
+    units, training = ScheduledUnits(uses), training_schedule(uses, prefetch)
+    units.run(training, moments[:at])
+    units.run(evaluation_schedule(uses, prefetch), forward_moments(uses))
+    units.run(training, moments[at:])
 
 
 @given(models)
@@ -179,15 +105,14 @@ def test_units_descend_once_each_in_the_order_in_which_backward_completes_them(u
 
 def test_a_model_of_one_use_keeps_its_weights_from_forward_to_backward() -> None:
     uses = (Use("all", ("all",), True),)
-    links = _microbatch(uses, Prefetch())
-    assert links.to_full == ["all"]
-    assert not links.full
+    units = _microbatch(uses, Prefetch())
+    assert units.climbs(INTRA_CLIMB) == ["all"]
+    assert units.at_rest
 
 
 def test_a_unit_read_by_two_neighbouring_uses_does_not_rest_between_them() -> None:
     uses = (Use("a", ("x",), True), Use("b", ("x", "y"), True), Use("c", ("z",), True))
-    links = _microbatch(uses, Prefetch(0, 0))
-    assert links.to_full == ["x", "y", "z", "x", "y"]
+    assert _microbatch(uses, Prefetch(0, 0)).climbs(INTRA_CLIMB) == ["x", "y", "z", "x", "y"]
 
 
 COLUMNS = ("rest", "climb_to_secondary", "climb_to_full", "wait")

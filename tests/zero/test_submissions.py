@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from harness.scheduled_units import INTER_CLIMB, INTRA_CLIMB, ScheduledUnits, Submission, backward_moments, forward_moments
 from harness.small_engine import SECONDARY_ROW, Job, ModelShape, Rank
 from harness.worlds import run_world
 from torch import Tensor
@@ -11,92 +12,33 @@ from torch import Tensor
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.parallel.topology import Direction, Lane, Link
-from megatron_zpp.zero.policy import POLICIES, Policy, Rung
-from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, Schedule, descent_order, evaluation_schedule, training_schedule
+from megatron_zpp.zero.policy import POLICIES, Rung
+from megatron_zpp.zero.schedule import Prefetch, descent_order, evaluation_schedule, training_schedule
 
 pytestmark = pytest.mark.virtual
 
-Submission = tuple[str, Lane]
-INTER_CLIMB, INTRA_CLIMB = Lane(Link.INTER, Direction.CLIMB), Lane(Link.INTRA, Direction.CLIMB)
 INTRA_DESCEND, INTER_DESCEND = Lane(Link.INTRA, Direction.DESCEND), Lane(Link.INTER, Direction.DESCEND)
 KEEPS_SECONDARY = dataclasses.replace(POLICIES[3], weights_in_step=Rung.SECONDARY)
 ROWS = {"stage 1": POLICIES[1], "stage 2": POLICIES[2], "stage 3": POLICIES[3], "hpz": KEEPS_SECONDARY, "secondary row": SECONDARY_ROW}
 
 
-class ScheduleReader:
-    """The submissions that the pure schedule implies: each listed climb once, unless its rung is there or on its way."""
-
-    def __init__(self, policy: Policy, uses: tuple[Use, ...], prefetch: Prefetch) -> None:
-        self.policy = policy
-        self.uses = uses
-        self.training = training_schedule(uses, prefetch)
-        self.evaluation = evaluation_schedule(uses, prefetch)
-        self.rung: dict[str, Rung] = {unit: Rung.PRIMARY for use in uses for unit in use.units}  # highest, or on its way
-        self.has_secondary: set[str] = set()
-        self.submissions: list[Submission] = []
-
-    def climbs(self, schedule: Schedule, moment: Moment) -> None:
-        for unit in schedule[moment].climb_to_full:
-            self._to_secondary(unit)
-            if self.rung[unit] is not Rung.FULL:
-                self.submissions.append((unit, INTRA_CLIMB))
-                self.rung[unit] = Rung.FULL
-        for unit in schedule[moment].climb_to_secondary:
-            self._to_secondary(unit)
-
-    def _to_secondary(self, unit: str) -> None:
-        if self.rung[unit] is not Rung.FULL and unit not in self.has_secondary:
-            self.submissions.append((unit, INTER_CLIMB))
-            self.has_secondary.add(unit)
-
-    def moment(self, schedule: Schedule, moment: Moment) -> None:
-        actions = schedule[moment]
-        for unit in actions.rest:
-            self._rest(unit, self.policy.weights_in_step)
-        self.climbs(schedule, moment)
-        for unit in actions.wait:
-            if self.policy.weights_in_step is not Rung.SECONDARY:
-                self.has_secondary.discard(unit)
-
-    def _rest(self, unit: str, rung: Rung) -> None:
-        if rung < Rung.FULL:
-            self.rung[unit] = rung
-        if rung < Rung.SECONDARY:
-            self.has_secondary.discard(unit)
-
-    def forward(self, schedule: Schedule) -> None:
-        for index in range(len(self.uses)):
-            self.moment(schedule, Moment(Phase.PRE_FORWARD, index))
-            self.moment(schedule, Moment(Phase.POST_FORWARD, index))
-
-    def backward(self) -> None:
-        for index in reversed(range(len(self.uses))):
-            self.moment(self.training, Moment(Phase.PRE_BACKWARD, index))
-        self.moment(self.training, Moment(Phase.AFTER_BACKWARD, 0))
-
-    def first_climbs(self) -> None:
-        self.climbs(self.training, Moment(Phase.PRE_FORWARD, 0))
-
-    def weights_changed(self) -> None:
-        self.has_secondary.clear()
-        self.rung = dict.fromkeys(self.rung, Rung.PRIMARY)
-
-
 def _implied(job: Job, uses: tuple[Use, ...], has_evaluations: bool) -> list[Submission]:
-    reader = ScheduleReader(job.policy, uses, job.prefetch)
+    units = ScheduledUnits(uses, job.policy.weights_in_step)
+    training, evaluation = training_schedule(uses, job.prefetch), evaluation_schedule(uses, job.prefetch)
+    forward, backward = forward_moments(uses), backward_moments(uses)
     for _ in range(job.steps):
         for microbatch in range(job.microbatches):
             if has_evaluations:
-                reader.forward(reader.evaluation)
-            reader.forward(reader.training)
+                units.run(evaluation, forward)
+            units.run(training, forward)
             if has_evaluations:
-                reader.forward(reader.evaluation)
-            reader.backward()
+                units.run(evaluation, forward)
+            units.run(training, backward)
             if microbatch < job.microbatches - 1:
-                reader.first_climbs()
-        reader.weights_changed()
-        reader.first_climbs()
-    return reader.submissions
+                units.submit(training, forward[0])
+        units.weights_changed()
+        units.submit(training, forward[0])
+    return units.submissions
 
 
 def _recorded(job: Job, has_evaluations: bool) -> tuple[list[list[Submission]], tuple[Use, ...]]:
