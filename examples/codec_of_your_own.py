@@ -35,7 +35,7 @@ CAST, LARGEST = CastCodec(torch.float8_e4m3fn), torch.finfo(torch.float8_e4m3fn)
 class Float8Codec(Codec):
     """float8_e4m3 values with one fp32 scale per payload: | scale | values |. Codec says which rules it has to keep."""
 
-    rests_encoded = True
+    encoding_is_costly = True
 
     def payload_bytes(self, slice_shape: SliceShape) -> int:
         return SCALE_BYTES + CAST.payload_bytes(slice_shape)

@@ -21,7 +21,7 @@ ONE_BIT = "--zero-quantized-weight-differences-bits 1"
 class GaussianCodecWithSharedSigns(GaussianCodec):
     """A Gaussian codec in which all senders of a link have the signs of its first member. It shows what own signs are good for."""
 
-    def signed(self, keys: SignKeys) -> GaussianCodec:
+    def with_signs(self, keys: SignKeys) -> GaussianCodec:
         first = keys.senders[0]
         return replace(self, keys=SignKeys(first, (first,) * len(keys.senders)))
 

@@ -96,10 +96,10 @@ class Codec(ABC):
     slices, from the working dtype or from fp32 sums. Each hop of a descent decodes the mean into fp32, and the next hop encodes that mean.
     A world of one rank uses no codec.
 
-    rests_encoded: whether encoding costs more than a copy. If it does, the engine keeps payloads that are needed again within a step.
+    encoding_is_costly: whether encoding costs more than a copy. If it does, the engine keeps payloads that are needed again within a step.
     """
 
-    rests_encoded: ClassVar[bool]
+    encoding_is_costly: ClassVar[bool]
 
     @property
     def mixes_neighbours(self) -> bool:
@@ -125,14 +125,14 @@ class Codec(ABC):
         The sum runs over members 0, 1, ... in fp32, then it is divided by their number.
         """
 
-    def keyed(self, key: int) -> Codec:
+    def with_noise(self, key: int) -> Codec:
         """The same codec with stochastic rounding drawn from `key`; the codec itself if it rounds to nearest, as here.
 
         Called for every descent.
         """
         return self
 
-    def signed(self, keys: SignKeys) -> Codec:
+    def with_signs(self, keys: SignKeys) -> Codec:
         """The same codec with the random signs of its rotation drawn from `keys`; the codec itself if it has none, as here.
 
         Called if mixes_neighbours is true.

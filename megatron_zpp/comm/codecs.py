@@ -33,7 +33,7 @@ class CastCodec(Codec):
     """Values cast to `dtype`: exact if they have that dtype already."""
 
     dtype: torch.dtype
-    rests_encoded: ClassVar[bool] = False
+    encoding_is_costly: ClassVar[bool] = False
 
     def payload_bytes(self, slice_shape: SliceShape) -> int:
         return EXACT.payload_bytes(slice_shape, element_bytes=self.dtype.itemsize)
@@ -86,7 +86,7 @@ class BlockCodec(Codec):
     block_numel: int
     exact: CastCodec
     noise_key: int | None = None
-    rests_encoded: ClassVar[bool] = True
+    encoding_is_costly: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (
@@ -128,7 +128,7 @@ class BlockCodec(Codec):
         self._decode_mean(payloads, mean.blocks, accumulate=accumulate)
         mean_values(self.exact_values(payloads, mean.slice_shape), mean.exact, accumulate=accumulate)
 
-    def keyed(self, key: int) -> BlockCodec:
+    def with_noise(self, key: int) -> BlockCodec:
         return replace(self, noise_key=key) if self.code.rounding is Rounding.STOCHASTIC else self
 
     @property
@@ -172,7 +172,7 @@ CodecFactory = Callable[[Code, torch.dtype, int], Codec]  # arguments: the code,
 def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
     """The codec of `code`. dtype: of values that are not quantized.
 
-    Stochastic rounding starts with key 0; `keyed` sets another. Gaussian levels start without keys of signs; `signed` sets them.
+    Stochastic rounding starts with key 0; `with_noise` sets another. Gaussian levels start without keys of signs; `with_signs` sets them.
     Raises UserError if `block_numel` does not suit the code.
     """
     if code.is_exact:
@@ -217,21 +217,21 @@ class LinkCodecs:
         """Whether errors of values spread to their neighbours, which may be padding, on at least one link."""
         return self.inter.mixes_neighbours or self.intra.mixes_neighbours
 
-    def drawn_for(self, *place: int | str) -> LinkCodecs:
+    def with_noise_for(self, *place: int | str) -> LinkCodecs:
         """The same codecs, whose stochastic rounding draws from `place`: the same numbers in every run, others at every other place."""
         inter, intra = (
-            codec.keyed(noise_key(self.noise_seed, link.name, *place))
+            codec.with_noise(noise_key(self.noise_seed, link.name, *place))
             for link, codec in ((Link.INTER, self.inter), (Link.INTRA, self.intra))
         )
         return replace(self, inter=inter, intra=intra)
 
-    def signed_for(self, topology: Topology, data_rank: int, *place: int | str) -> LinkCodecs:
+    def with_signs_for(self, topology: Topology, data_rank: int, *place: int | str) -> LinkCodecs:
         """The same codecs, which rotate with random signs drawn from `place` and the data rank of the sender.
 
         place: of a hop, such as direction, unit, iteration and micro-batch; the same on all members of the link.
         """
         inter, intra = (
-            codec.signed(sign_keys(self.noise_seed, link, topology, data_rank, *place)) if codec.mixes_neighbours else codec
+            codec.with_signs(sign_keys(self.noise_seed, link, topology, data_rank, *place)) if codec.mixes_neighbours else codec
             for link, codec in zip(LADDER_LINKS, (self.inter, self.intra), strict=True)
         )
         return replace(self, inter=inter, intra=intra)

@@ -23,7 +23,7 @@ class GaussianCodec(Codec):
 
     Values decode only with the sender's signs, so each message is decoded and rotated back before messages are summed. A decoded block
     has errors in its padding too (mixes_neighbours).
-    code: with Gaussian levels. block_numel: of the layout; a multiple of 256. keys: of the signs, set by `signed` for every hop.
+    code: with Gaussian levels. block_numel: of the layout; a multiple of 256. keys: of the signs, set by `with_signs` for every hop.
     Raises UserError for another block_numel.
     """
 
@@ -31,7 +31,7 @@ class GaussianCodec(Codec):
     block_numel: int
     exact: Codec
     keys: SignKeys | None = None
-    rests_encoded: ClassVar[bool] = True
+    encoding_is_costly: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.code.levels is not Levels.GAUSSIAN:
@@ -72,7 +72,7 @@ class GaussianCodec(Codec):
         self._decode(payloads, values.blocks, accumulate=True)
         self.exact.decode_into(payloads[:, self._exact_offset(values.slice_shape) :], _exact_of(values))
 
-    def signed(self, keys: SignKeys) -> GaussianCodec:
+    def with_signs(self, keys: SignKeys) -> GaussianCodec:
         return replace(self, keys=keys)
 
     def of_sender(self, member: int) -> GaussianCodec:
@@ -88,7 +88,7 @@ class GaussianCodec(Codec):
 
     def _keys(self) -> SignKeys:
         if self.keys is None:
-            raise RuntimeError(f"the codec of {self.code} has no keys of signs; `signed` sets them for every hop")
+            raise RuntimeError(f"the codec of {self.code} has no keys of signs; `with_signs` sets them for every hop")
         return self.keys
 
     def _keys_of_senders(self, messages: int) -> Sequence[int]:

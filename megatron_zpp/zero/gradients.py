@@ -34,8 +34,8 @@ class UnitGradient:
     """fp32 sums over micro-batches on the rung where the policy keeps gradients, and the hops that bring them there.
 
     Every rank must call `descend` for the same units in the same order.
-    total: [slices * slice_numel] fp32, this rank's slices of that rung. resting: the same values by region.
-    primary: this rank's own slice of them. for_optimizer: the slices that this rank's optimizer reads, `primary` or all of `resting`.
+    total: [slices * slice_numel] fp32, this rank's slices of that rung. regions: the same values.
+    primary: this rank's own slice of them. for_optimizer: the slices that this rank's optimizer reads, `primary` or all.
     reached: indices of the parameters that this rank's loss has reached in this step.
     """
 
@@ -49,9 +49,9 @@ class UnitGradient:
         # A secondary rung holds the slices of the N ranks of a column, in the order of their partitions.
         own = {Rung.PRIMARY: 0, Rung.SECONDARY: topology.partition_of(links.data_rank), Rung.FULL: own_slice}[policy.gradients]
         self.total = torch.zeros(policy.gradients.slices(topology) * layout.slice_numel, dtype=torch.float32, device=links.device)
-        self.resting = Regions.of(self.total, layout.slice_shape)
-        self.primary = self.resting.slice_at(own)
-        self.for_optimizer = self.resting if policy.optimizer is Rung.FULL else self.primary
+        self.regions = Regions.of(self.total, layout.slice_shape)
+        self.primary = self.regions.slice_at(own)
+        self.for_optimizer = self.regions if policy.optimizer is Rung.FULL else self.primary
         self.reached: set[int] = set()
         has_sums = policy.gradients is Rung.FULL or topology.is_one_rank
         self._collector = _Collector(layout, self.total if has_sums else None, dtype, links)
@@ -79,8 +79,8 @@ class UnitGradient:
         values = self._collector.take()
         if links.topology.is_one_rank:
             return
-        codecs = self._codecs.drawn_for(name, links.data_rank, self._iteration, self._microbatch)
-        codecs = codecs.signed_for(links.topology, links.data_rank, "descend", name, self._iteration, self._microbatch)
+        codecs = self._codecs.with_noise_for(name, links.data_rank, self._iteration, self._microbatch)
+        codecs = codecs.with_signs_for(links.topology, links.data_rank, "descend", name, self._iteration, self._microbatch)
         is_first = self._microbatch == 0
         self._microbatch += 1
         if self._policy.gradients is Rung.FULL:
@@ -91,10 +91,10 @@ class UnitGradient:
         if self._policy.gradients is Rung.PRIMARY:
             self._hops += links.descend(name, codecs, values, self.primary, accumulate=not is_first)
             return
-        hop = links.descend_to_secondary(name, codecs.intra, values, self.resting, accumulate=not is_first)
+        hop = links.descend_to_secondary(name, codecs.intra, values, self.regions, accumulate=not is_first)
         self._hops.append(hop)
         if is_last_microbatch:
-            self._hops.append(links.descend_from_secondary(name, codecs.inter, self.resting, self.primary, accumulate=False, after=hop))
+            self._hops.append(links.descend_from_secondary(name, codecs.inter, self.regions, self.primary, accumulate=False, after=hop))
 
     def finish(self) -> None:
         """Waits for every hop under way, and books its bytes."""
@@ -135,7 +135,7 @@ class UnitGradient:
         self._mean_payloads = links.staging.take(links.partitions * payload_bytes)
         payloads = self._mean_payloads.view(-1, payload_bytes)
         secondary = links.climb_to_secondary(climb, payloads, self._hops[-1])
-        self._hops += [secondary, links.climb_to_full(self.name, codecs.intra, payloads, self.resting, secondary)]
+        self._hops += [secondary, links.climb_to_full(self.name, codecs.intra, payloads, self.regions, secondary)]
 
 
 class _Collector:

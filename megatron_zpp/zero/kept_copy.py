@@ -80,7 +80,7 @@ class KeptCopy:
                 LinkCodecs(self._codec, self._codec),
                 lambda payload: self._link.encode(partial(self._encode_whole, main), payload),
             )
-        signed = codecs.signed_for(links.topology, links.data_rank, "climb", name, iteration)
+        signed = codecs.with_signs_for(links.topology, links.data_rank, "climb", name, iteration)
         return Climb(
             name,
             slice_shape,

@@ -105,12 +105,12 @@ class Policy:
         """Whether the full rung is a copy of main weights that every rank has on its device, so that no hop fills it."""
         return self.optimizer is Rung.FULL or (topology.is_one_rank and self.optimizer is Rung.PRIMARY)
 
-    def keeps_payloads(self, *, encodes: bool) -> bool:
+    def keeps_payloads(self, *, encoding_is_costly: bool) -> bool:
         """Whether a rank keeps the payload of its own slice, so that a unit that climbs several times in a step is encoded only once.
 
-        encodes: whether encoding costs more than a copy on the device. From the host it does.
+        encoding_is_costly: whether it costs more than a copy on the device. From the host it does.
         """
-        return (encodes or self.optimizer is Rung.HOST) and self.weights_in_step is Rung.PRIMARY
+        return (encoding_is_costly or self.optimizer is Rung.HOST) and self.weights_in_step is Rung.PRIMARY
 
     def in_full_precision(self) -> Policy:
         """The same row with the working dtype on every link."""

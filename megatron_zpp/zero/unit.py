@@ -200,7 +200,7 @@ class WeightUnit:
         """A function that fills the payload of the own slice. If the policy keeps that payload, it encodes once a step and then copies."""
         codec = self._codecs.inter
         encode = partial(self._home.link.encode, partial(codec.encode_into, self.main_regions()))
-        if not self._policy.keeps_payloads(encodes=codec.rests_encoded):
+        if not self._policy.keeps_payloads(encoding_is_costly=codec.encoding_is_costly):
             return encode
         own = self._own_payload
         if own is None:

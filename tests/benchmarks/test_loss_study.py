@@ -78,7 +78,7 @@ def test_every_change_of_a_row_changes_what_its_name_says_and_nothing_else() -> 
 
 
 def test_with_shared_signs_all_senders_have_the_key_of_the_first() -> None:
-    codec = make_codec_with_shared_signs(Code.gaussian(3, rounds=1), torch.bfloat16, 256).signed(SignKeys(7, (5, 7)))
+    codec = make_codec_with_shared_signs(Code.gaussian(3, rounds=1), torch.bfloat16, 256).with_signs(SignKeys(7, (5, 7)))
     assert isinstance(codec, GaussianCodec) and codec.keys == SignKeys(5, (5, 5))
     assert make_codec_with_shared_signs(EXACT, torch.bfloat16, 256) == CastCodec(torch.bfloat16)
 

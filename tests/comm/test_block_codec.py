@@ -335,11 +335,11 @@ def test_options_are_made_for_block_codecs_alone_and_a_stochastic_one_starts_wit
 
 def test_a_key_changes_what_a_stochastic_codec_draws_and_nothing_of_one_that_rounds_to_nearest() -> None:
     for codec in [*_all_options(4, 32), CastCodec(torch.float32)]:
-        keyed = codec.keyed(2**63 - 1)
+        other = codec.with_noise(2**63 - 1)
         if isinstance(codec, BlockCodec) and codec.noise_key is not None:
-            assert keyed == replace(codec, noise_key=2**63 - 1)
+            assert other == replace(codec, noise_key=2**63 - 1)
         else:
-            assert keyed is codec
+            assert other is codec
 
 
 @pytest.mark.parametrize("codec", _all_options(4, 64), ids=str)

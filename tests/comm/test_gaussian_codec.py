@@ -33,7 +33,7 @@ CODES = [Code.gaussian(bits, rounds) for bits in BITS for rounds in (1, 2)]
 
 
 def _codec(code: Code, own: int = 0, senders: tuple[int, ...] = (0,), exact: torch.dtype = torch.float32) -> Codec:
-    return make_codec(code, exact, BLOCK).signed(SignKeys(own, senders))
+    return make_codec(code, exact, BLOCK).with_signs(SignKeys(own, senders))
 
 
 def _values(slices: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Regions:
@@ -210,8 +210,8 @@ def test_only_gaussian_codecs_take_keys_of_signs_and_they_ignore_those_of_roundi
     plain = make_codec(EXACT, torch.float32, BLOCK)
     uniform = make_codec(Code(4, rounding=Rounding.STOCHASTIC), torch.float32, BLOCK)
     gaussian = make_codec(Code.gaussian(2, 2), torch.float32, BLOCK)
-    assert plain.signed(keys) is plain and uniform.signed(keys) is uniform
-    assert gaussian.keyed(5) is gaussian and gaussian.signed(keys) == replace(cast(GaussianCodec, gaussian), keys=keys)
+    assert plain.with_signs(keys) is plain and uniform.with_signs(keys) is uniform
+    assert gaussian.with_noise(5) is gaussian and gaussian.with_signs(keys) == replace(cast(GaussianCodec, gaussian), keys=keys)
 
 
 # ---- padding
@@ -247,7 +247,7 @@ def test_a_descent_in_gaussian_codes_brings_every_rank_the_mean_within_their_err
 
     def program(backend: VirtualBackend) -> tuple[int, Tensor]:
         links = Links(backend, ThreadLanes(), Ledger(backend.grid, backend.rank), torch.device("cpu"))
-        codecs = LinkCodecs.of(codes, torch.float32, BLOCK).signed_for(links.topology, links.data_rank, "descend", "unit", 1, 0)
+        codecs = LinkCodecs.of(codes, torch.float32, BLOCK).with_signs_for(links.topology, links.data_rank, "descend", "unit", 1, 0)
         primary = torch.zeros(SHAPE.numel)
         full = Regions.of(flats[backend.rank].clone(), SHAPE)
         links.lanes.wait(links.descend("unit", codecs, full, Regions.of(primary, SHAPE), accumulate=False)[-1])
@@ -276,11 +276,11 @@ def test_ops_and_codec_give_the_same_bytes() -> None:
 
 def test_a_codec_of_one_sender_decodes_what_the_codec_of_all_decodes_from_that_sender() -> None:
     keys = SignKeys(5, (3, 5, 9))
-    codec = make_codec(Code.gaussian(3, rounds=1), torch.float32, BLOCK).signed(keys)
+    codec = make_codec(Code.gaussian(3, rounds=1), torch.float32, BLOCK).with_signs(keys)
     values = Regions.of(torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(1)), SliceShape(BLOCK, 0))
     payloads = torch.zeros(3, codec.payload_bytes(values.slice_shape), dtype=torch.uint8)
     for member, sender in enumerate(keys.senders):
-        make_codec(Code.gaussian(3, rounds=1), torch.float32, BLOCK).signed(SignKeys(sender, keys.senders)).encode_into(
+        make_codec(Code.gaussian(3, rounds=1), torch.float32, BLOCK).with_signs(SignKeys(sender, keys.senders)).encode_into(
             values.slice_at(member), payloads[member : member + 1]
         )
     together = Regions.of(torch.zeros(3 * BLOCK), SliceShape(BLOCK, 0))

@@ -96,7 +96,7 @@ def _descended(case: Case, microbatches: Sequence[list[Tensor]], codecs: LinkCod
         primary = torch.zeros(slice_shape.numel)
         for index, gradients in enumerate(microbatches):
             full = Regions.of(gradients[backend.rank].clone(), slice_shape)
-            drawn = (codecs or case.codecs(backend.grid.ladder)).drawn_for(backend.rank, index)
+            drawn = (codecs or case.codecs(backend.grid.ladder)).with_noise_for(backend.rank, index)
             hops = links.descend("unit", drawn, full, Regions.of(primary, slice_shape), accumulate=True)
             links.lanes.wait(hops[-1])
         return links.own_slice, primary

@@ -251,4 +251,4 @@ class EngineRun:
 
 
 def _sums_of(gradient: UnitGradient) -> list[Tensor]:
-    return [gradient.total, *gradient.primary.parts(), *gradient.resting.parts()]
+    return [gradient.total, *gradient.primary.parts(), *gradient.regions.parts()]
