@@ -283,7 +283,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "integer_codes": integer_codes,
     "gaussian_codes": lambda: quantization.table([quantization.Result(**row) for row in rows_of("gaussian_cpu")]),
     "dropout": lambda: dropout.table([dropout.Result(**row) for row in rows_of("dropout_cpu")]),
-    **{name: partial(steps, name) for name in ("train_step", "train_step_small", "train_step_deepspeed", "train_step_tensor")},
+    **{
+        name: partial(steps, name)
+        for name in ("train_step", "train_step_small", "train_step_host", "train_step_deepspeed", "train_step_tensor")
+    },
     "checkpoint": saving,
     "resharded_manifests": lambda: reshard.checkpoint_table([reshard.Checkpoint(**one) for one in stored("reshard")["checkpoints"]]),
     "resharded_loads": lambda: reshard.load_table([reshard.Load(**one) for one in stored("reshard")["loads"]]),
