@@ -102,7 +102,7 @@ def parts_of(model: str, samples: int, member: Member, world: PlannedWorld = WOR
     time = _time(plan)
     parameters = 12 * layers * hidden * hidden + (PADDED_VOCAB + SAMPLE_TOKENS) * hidden
     tokens = samples * SAMPLE_TOKENS
-    # The published system recomputed whole layers. Recomputation ends before the last product of a layer.
+    # The published system recomputed whole layers. torch's checkpoint ends before the last product of a layer.
     operations = time.computing + layers * 2 * tokens * 4 * hidden * hidden
     return Parts(operations, time.inter_link, time.intra_link, time.codecs, 8 * parameters * tokens)
 

@@ -142,6 +142,9 @@ def _estimated(
     from megatron_zpp.data.preprocess.encoding_workers import follow_parent
     from megatron_zpp.training.host_threads import own_cores
 
+    if any(config.model.recompute_granularity is not None for config, _ in runs):
+        import torch._dynamo  # noqa: F401  as recomputation does
+
     with ProcessPoolExecutor(min(len(own_cores()), len(runs), MOST_PROCESSES), get_context("fork"), follow_parent) as pool:
         futures = [pool.submit(_estimates, config, member, world, padded, options) for config, member in runs]
         try:

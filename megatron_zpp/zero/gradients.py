@@ -34,8 +34,8 @@ class UnitGradient:
     """fp32 sums over micro-batches on the rung where the policy keeps gradients, and the hops that bring them there.
 
     Every rank must call `descend` for the same units in the same order.
-    total: [slices * slice_numel] fp32, this rank's slices of that rung. regions: the same values.
-    primary: this rank's own slice of them. for_optimizer: the slices that this rank's optimizer reads, `primary` or all.
+    total: [slices * slice_numel] fp32, this rank's slices of that rung. regions: these slices by region.
+    primary: this rank's own slice of them. for_optimizer: the slices that this rank's optimizer reads, `primary` or all of `regions`.
     reached: indices of the parameters that this rank's loss has reached in this step.
     """
 

@@ -108,7 +108,7 @@ class Policy:
     def keeps_payloads(self, *, encoding_is_costly: bool) -> bool:
         """Whether a rank keeps the payload of its own slice, so that a unit that climbs several times in a step is encoded only once.
 
-        encoding_is_costly: whether it costs more than a copy on the device. From the host it does.
+        encoding_is_costly: whether it costs more than a copy on the device. An optimizer on the host makes every encoding costly.
         """
         return (encoding_is_costly or self.optimizer is Rung.HOST) and self.weights_in_step is Rung.PRIMARY
 

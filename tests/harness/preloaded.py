@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the entry does before it imports torch
 
 import torch
-import torch._dynamo  # takes longest; --compile and torch's own optimizers import it
+import torch._dynamo  # takes longest; recomputation and --compile import it
 
 import megatron_zpp
 import pretrain_zeropp_gpt  # noqa: F401

@@ -111,8 +111,12 @@ def test_a_sample_has_the_same_loss_alone_and_in_a_batch(architecture: str) -> N
     assert (other - together).abs().amax(dim=1).min() > 1e-2
 
 
-def test_compiled_blocks_drop_the_same_with_one_compilation_for_all_blocks_and_samples() -> None:
-    """Attention drops too. On a backend that only traces; tests/integration/test_compiled_blocks.py has the kernels."""
+@pytest.mark.parametrize("recomputed", [{}, {"recompute_granularity": "selective"}], ids=["kept", "attention recomputed"])
+def test_compiled_blocks_drop_the_same_with_one_compilation_for_all_blocks_and_samples(recomputed: dict[str, Any]) -> None:
+    """Attention drops too, and may be computed again inside a compiled block.
+
+    On a backend that only traces; tests/integration/test_compiled_blocks.py has the kernels.
+    """
     compilations: list[object] = []
 
     def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -120,7 +124,7 @@ def test_compiled_blocks_drop_the_same_with_one_compilation_for_all_blocks_and_s
         return aot_eager(graph, inputs)
 
     torch._dynamo.reset()
-    plain, compiled = (small_gpt(**DROPOUT | {"attention_dropout": 0.1}) for _ in range(2))
+    plain, compiled = (small_gpt(**DROPOUT | {"attention_dropout": 0.1} | changes) for changes in ({}, recomputed))
     for block in compiled.blocks:
         block.transformed = torch.compile(block.transformed, dynamic=False, fullgraph=True, backend=counted)
     for first_sample in (0, 3, 2**40):

@@ -54,8 +54,8 @@ OTHER_BITS = {
 }
 
 
-def _units(is_tied: bool = True, block: int = BLOCK) -> list[Unit]:
-    return small_units(INNER, HIDDEN, VOCAB, is_tied=is_tied, block=block)
+def _units(is_tied: bool = True) -> list[Unit]:
+    return small_units(INNER, HIDDEN, VOCAB, is_tied=is_tied, block=BLOCK)
 
 
 def _job(features: Features, dtype: torch.dtype, is_tied: bool = True, microbatches: int = 1, steps: int = 1) -> Job:
@@ -202,6 +202,9 @@ def test_every_step_moves_the_same_bytes(name: str) -> None:
 # ---- lean
 
 
+WIDE_INNER, WIDE = (400,), 24  # slices of many blocks of 256 values, so that the bytes of scales are more than their padding
+
+
 def _lean(stage: int, bits: int = 3, *, sums_on_secondary: bool = False) -> Features:
     return Features(stage, stage == 3, sums_on_secondary, LinkBits(bits, 16), LinkBits(3, 8), is_lean=True)
 
@@ -222,11 +225,12 @@ def _lean(stage: int, bits: int = 3, *, sums_on_secondary: bool = False) -> Feat
     ids=str,
 )
 def test_each_step_of_lean_after_the_first_moves_the_bytes_of_the_closed_form(grid: Grid, features: Features, microbatches: int) -> None:
-    job = _job(features, torch.bfloat16, False, microbatches, steps=3 if microbatches == 1 else 2)
-    job = dataclasses.replace(job, block_numel=MATRIX_BLOCK)
-    steps = bytes_by_step(grid, job, evaluations=1)
-    expected = step_bytes(features, _units(False, MATRIX_BLOCK), grid, microbatches=microbatches, element_bytes=2)
-    assert {of_step for of_rank in steps for of_step in of_rank[1:]} == {expected}
+    shape, steps = ModelShape(WIDE_INNER, WIDE, is_tied=False), 3 if microbatches == 1 else 2
+    job = Job(features.policy(), torch.bfloat16, shape, steps=steps, microbatches=microbatches, block_numel=MATRIX_BLOCK)
+    units = small_units(WIDE_INNER, WIDE, VOCAB, is_tied=False, block=MATRIX_BLOCK)
+    expected = step_bytes(features, units, grid, microbatches=microbatches, element_bytes=2)
+    found = bytes_by_step(grid, job, evaluations=1)
+    assert {of_step for of_rank in found for of_step in of_rank[1:]} == {expected}
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -165,8 +165,7 @@ from megatron_zpp.training.sharding import grid_of
 
 flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --global-batch-size 16 --micro-batch-size 1"
 llama = f"{flags} --swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2 --bf16"
-lean, divided = "--attention-dropout 0 --hidden-dropout 0 --zeropp lean", "--tensor-model-parallel-size 2 --recompute-activations"
-for of_run in (flags, f"{llama} {lean}", f"{llama} {divided}"):
+for of_run in (flags, f"{llama} --attention-dropout 0 --hidden-dropout 0 --zeropp lean", f"{llama} --tensor-model-parallel-size 2"):
     config = resolve(parse_flags(of_run.split()), 8, 4)
     for is_on_gpu in (False, True):
         plan_step(config, grid_of(config, 8), 128, is_on_gpu=is_on_gpu)
