@@ -17,19 +17,16 @@ from gpu.entry_runs import Entry, Finished, run_entries
 from gpu.outcome import Outcome
 from gpu.rank_processes import Sharing
 from gpu.sharing import working_sharing
+from gpu.threads import HPZ, NODES, RANKS_PER_NODE, ZEROPP
 from megatron_zpp.ops.extension import REFERENCE_VARIABLE
 
-RANKS, RANKS_PER_NODE = 4, 2
+RANKS = NODES * RANKS_PER_NODE
 RUN_SECONDS = 60.0
 SHAPE = (
     "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --mock-data --num-workers 0 "
     "--train-iters 4 --micro-batch-size 2 --lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0 --deterministic-mode "
     f"--ranks-per-node {RANKS_PER_NODE} --distributed-timeout-minutes 1"
 )
-HPZ = f"--zero-hpz-partition-size {RANKS_PER_NODE}"
-QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients"
-TWO_MICROBATCHES = f"--global-batch-size {2 * 2 * RANKS}"
-ZEROPP = f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ SHAPE = (
 HPZ = f"--zero-hpz-partition-size {RANKS_PER_NODE}"
 QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients"
 TWO_MICROBATCHES = f"--global-batch-size {2 * 2 * NODES * RANKS_PER_NODE}"
-ALL = f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}"
+ZEROPP = f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}"
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Run:
 
 
 ZERO_3 = Run("ZeRO-3", "--zero-stage 3 --bf16")
-ALL_OF_ZEROPP = Run("all of ZeRO++", ALL, "ZeRO++ without hpZ", quantizes=True)
-WITHOUT_HPZ = Run("ZeRO++ without hpZ", ALL.replace(HPZ, ""), quantizes=True)
+ALL_OF_ZEROPP = Run("all of ZeRO++", ZEROPP, "ZeRO++ without hpZ", quantizes=True)
+WITHOUT_HPZ = Run("ZeRO++ without hpZ", ZEROPP.replace(HPZ, ""), quantizes=True)
 TENSOR = Run("ZeRO-3, 2 tensor ranks", "--zero-stage 3 --bf16", tensor_ranks=2)
 SEQUENCE = Run("ZeRO-3, sequence parallelism", "--zero-stage 3 --bf16 --sequence-parallel", tensor_ranks=2)
 CONTEXT = Run("ZeRO-3, fp32, 4 context ranks on 2 nodes", "--zero-stage 3 --num-query-groups 2", context_ranks=4)
@@ -103,10 +103,10 @@ RUNS = (
     Run("ZeRO-3, no prefetch", "--zero-stage 3 --bf16 --zero-prefetch-units 0 --zero-prefetch-units-intra 0", "ZeRO-3"),
     Run("ZeRO-2, delays", "--zero-stage 2 --bf16", "ZeRO-3", delay_seed=4),
     Run("ZeRO-0, delays", "--zero-stage 0 --bf16", "ZeRO-3", delay_seed=5),
-    Run("rotated, stochastic", f"{ALL} --zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic",
+    Run("rotated, stochastic", f"{ZEROPP} --zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic",
         quantizes=True),
     Run("rotated, stochastic, delays",
-        f"{ALL} --zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic",
+        f"{ZEROPP} --zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic",
         "rotated, stochastic", quantizes=True, delay_seed=6),
     DEAF,  # last, because it may make the device unusable: hops write to memory that has other owners by then
 )  # fmt: skip

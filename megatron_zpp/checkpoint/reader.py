@@ -146,7 +146,7 @@ class CheckpointReader:
         self._read_ranges(stored, byte_ranges((place.source for place in wanted), self.manifest.chunk_bytes), scatter)
 
     def _read_ranges(self, stored: StoredFile, ranges: Iterable[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
-        """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each run of chunks."""
+        """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each range of chunks."""
         file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
         try:
             file.for_each_range(chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE), use)

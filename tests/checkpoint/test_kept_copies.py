@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.codes import lean
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank
 from harness.small_state import Gathering
 from harness.worlds import run_world
@@ -20,27 +21,20 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.zero.policy import (
     KEPT_WEIGHT,
-    POLICIES,
     Policy,
-    with_quantized_gradients,
-    with_secondary_weights,
-    with_weight_differences,
 )
 
 pytestmark = pytest.mark.virtual
 
 SAVED_AT, STEPS = 2, 4
-DIFFERENCE = Code.gaussian(2, rounds=1)
 History = list[tuple[float, float]]
 
 
 def row(stage: int) -> Policy:
-    policy = with_secondary_weights(POLICIES[3]) if stage == 3 else POLICIES[stage]
-    return with_quantized_gradients(with_weight_differences(policy, DIFFERENCE), LinkCodes(Code.gaussian(3, rounds=1), Code(8)))
+    return lean(stage, bits=2)
 
 
 def job(stage: int) -> Job:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.codes import lean
 from harness.divided_model import DividedRank, History, State, Stated, bits_of, whole_state
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, mean_losses
 from harness.small_state import Gathering
@@ -17,7 +18,7 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.comm.code import Code
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.policy import (
     KEPT_WEIGHT,
@@ -26,8 +27,6 @@ from megatron_zpp.zero.policy import (
     WEIGHT,
     Policy,
     with_gradients_summed_on_secondary,
-    with_quantized_gradients,
-    with_secondary_weights,
     with_weight_differences,
 )
 
@@ -36,12 +35,7 @@ pytestmark = pytest.mark.virtual
 SAVED_AT, STEPS = 2, 3
 SAVING_GRID = Grid.of_nodes(2, 4, tensor_ranks=2)
 SHAPE = ModelShape((48, 16))  # up to 8 ranks share each block
-LEAN = with_gradients_summed_on_secondary(
-    with_quantized_gradients(
-        with_weight_differences(with_secondary_weights(POLICIES[3]), Code.gaussian(2, rounds=1)),
-        LinkCodes(Code.gaussian(3, rounds=1), Code(8)),
-    )
-)
+LEAN = with_gradients_summed_on_secondary(lean(3, bits=2))
 LEAN_1 = with_weight_differences(POLICIES[1], Code.gaussian(2, rounds=1))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.codes import lean
 from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Site
@@ -35,7 +36,6 @@ from megatron_zpp.zero.policy import (
     with_offloaded_optimizer,
     with_quantized_gradients,
     with_secondary_weights,
-    with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
 
@@ -44,11 +44,8 @@ pytestmark = pytest.mark.virtual
 EQUAL = ModelShape(inner=(16, 16))  # buffers of equal size are reused at once
 LONGER = ModelShape(inner=(16, 16, 16))
 ROTATED = with_quantized_gradients(POLICIES[3], LinkCodes(Code(4, Rotation.HADAMARD), Code(8, Rotation.HADAMARD)))
-GAUSSIAN = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
-LEAN = with_gradients_summed_on_secondary(
-    with_quantized_gradients(with_weight_differences(with_secondary_weights(POLICIES[3]), Code.gaussian(3, rounds=1)), GAUSSIAN)
-)
-LEAN_IN_STAGE_1 = with_quantized_gradients(with_weight_differences(POLICIES[1], Code.gaussian(1, rounds=1)), GAUSSIAN)
+LEAN = with_gradients_summed_on_secondary(lean(3))
+LEAN_IN_STAGE_1 = lean(1, bits=1)
 OF_OTHER_TESTS = {"operation.py", "kept_places.py"}  # tests/comm/test_tensor_link_streams.py and test_kept_places.py leave out their lines
 ORDERS_NOTHING = {"timers.py"}
 SAVES_AND_EVALUATES = "saves and evaluates"

@@ -5,22 +5,13 @@ The tiny GPT is that of `tiny_runs.py`, the small model that of `small_engine.py
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 
-from harness.codes import LinkBits, code
-from megatron_zpp.comm.code import Code, LinkCodes
+from harness.codes import LinkBits, lean
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.policy import (
-    POLICIES,
-    Policy,
-    with_gradients_summed_on_secondary,
-    with_quantized_gradients,
-    with_secondary_weights,
-    with_weight_differences,
-)
+from megatron_zpp.zero.policy import POLICIES, Policy, with_gradients_summed_on_secondary, with_secondary_weights
 
 LAYERS, HIDDEN, FFN, VOCAB, POSITIONS, BLOCK = 2, 32, 128, 104, 16, 32
 
@@ -78,12 +69,12 @@ class Features:
 
     def policy(self) -> Policy:
         """The row of the engine with these features."""
-        policy = with_secondary_weights(POLICIES[self.stage]) if self.keeps_secondary else POLICIES[self.stage]
-        policy = with_gradients_summed_on_secondary(policy) if self.sums_on_secondary else policy
         if self.is_lean:
-            weights, gradients = (Code.gaussian(bits.inter, rounds=1) for bits in (self.weights, self.gradients))
-            return with_quantized_gradients(with_weight_differences(policy, weights), LinkCodes(gradients, code(self.gradients.intra)))
-        return dataclasses.replace(policy, weight_codes=self.weights.codes(), gradient_codes=self.gradients.codes())
+            policy = lean(self.stage, self.weights.inter)
+        else:
+            policy = with_secondary_weights(POLICIES[self.stage]) if self.keeps_secondary else POLICIES[self.stage]
+            policy = replace(policy, weight_codes=self.weights.codes(), gradient_codes=self.gradients.codes())
+        return with_gradients_summed_on_secondary(policy) if self.sums_on_secondary else policy
 
 
 def payload_bytes(unit: Unit, world_size: int, bits: int, element_bytes: int, *, is_gaussian: bool = False) -> int:

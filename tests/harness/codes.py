@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
+from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_secondary_weights, with_weight_differences
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,10 @@ def code(bits: int, options: CodeOptions = CodeOptions()) -> Code:
 def bits_of(codes: LinkCodes) -> LinkBits:
     inter, intra = (16 if some.bits is None else some.bits for some in (codes.inter, codes.intra))
     return LinkBits(inter, intra)
+
+
+def lean(stage: int, bits: int = 3) -> Policy:
+    """The row of a stage with weight differences in Gaussian codes of so many bits. Gradients have 3 bits, and 8 inside a partition."""
+    policy = with_secondary_weights(POLICIES[3]) if stage == 3 else POLICIES[stage]
+    gradients = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
+    return with_quantized_gradients(with_weight_differences(policy, Code.gaussian(bits, rounds=1)), gradients)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.codes import lean
 from harness.divided_model import DividedRank, History, Stated, Trained, bits_of, trained_by
 from harness.small_engine import Job
 from harness.tensor_parts import VOCAB, config_of
@@ -26,14 +27,13 @@ from megatron_zpp.zero.policy import (
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
-    with_weight_differences,
 )
 
 SAMPLES, LENGTH = 8, 12  # of all data ranks in a step
 FIELDS: dict[str, Any] = {"seq_length": LENGTH, "max_position_embeddings": 16, "num_layers": 2}
 HPZ = with_secondary_weights(POLICIES[3])
 CODES = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
-LEAN = with_gradients_summed_on_secondary(with_quantized_gradients(with_weight_differences(HPZ, Code.gaussian(2, rounds=1)), CODES))
+LEAN = with_gradients_summed_on_secondary(lean(3, bits=2))
 ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "hpZ": HPZ, "paper": ZEROPP, "lean": LEAN}
 ROWS |= {"qwZ": with_quantized_weights(POLICIES[3], Code(8)), "qgZ": with_quantized_gradients(POLICIES[3], LinkCodes(Code(4), Code(8)))}
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_num_layers": 1}

@@ -17,7 +17,7 @@ from megatron_zpp.ops.reference import noise
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (4, 8)
 SLICES = 3
-MARGIN_BYTES = 48  # behind codes and scales, where an exact values would be
+MARGIN_BYTES = 48  # behind codes and scales, where exact values would be
 UNTOUCHED = 0xA5
 KINDS_WITH_OPTIONS = (0, 2, 3, 7, 9, 12, 15)  # ordinary, two subnormal, one whose sums overflow, with ties, with NaN, with infinity
 

@@ -30,9 +30,9 @@ def encoded_block(block: np.ndarray, bits: int) -> tuple[list[int], np.float32]:
     return [max(-largest_code, min(largest_code, code)) for code in codes], scale
 
 
-def encoded_run(run: np.ndarray, bits: int, block_numel: int) -> bytes:
+def encoded_row(values: np.ndarray, bits: int, block_numel: int) -> bytes:
     """Codes and scales of one payload row, the paddings between and behind them as zeros."""
-    blocks = [encoded_block(block, bits) for block in run.reshape(-1, block_numel)]
+    blocks = [encoded_block(block, bits) for block in values.reshape(-1, block_numel)]
     codes = [code for block_codes, _ in blocks for code in block_codes]
     if bits == 8:
         code_bytes = bytes(code % 256 for code in codes)
@@ -42,7 +42,7 @@ def encoded_run(run: np.ndarray, bits: int, block_numel: int) -> bytes:
     return b"".join(part + bytes(-len(part) % 16) for part in (code_bytes, scale_bytes))
 
 
-def decoded_run(row: bytes, row_numel: int, bits: int, block_numel: int) -> np.ndarray:
+def decoded_row(row: bytes, row_numel: int, bits: int, block_numel: int) -> np.ndarray:
     """The fp32 values of one payload row."""
     codes_bytes = row_numel * bits // 8
     codes = []

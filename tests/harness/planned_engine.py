@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from harness.codes import lean
 from harness.small_engine import GLOBAL_BATCH, SECONDARY_ROW, TOKENS, Job, SmallModel, held_specs
-from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.comm.code import Code
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.plan.clock import RECORDED_MICROBATCHES
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
@@ -25,19 +26,13 @@ from megatron_zpp.zero.policy import (
     with_weight_differences,
 )
 
-
-def lean(policy: Policy, bits: int = 3) -> Policy:
-    gradients = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
-    return with_quantized_gradients(with_weight_differences(policy, Code.gaussian(bits, rounds=1)), gradients)
-
-
 ALL = with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3])))
 KEPT = {  # rows that keep a copy of the weights across steps
-    "lean stage 1": lean(POLICIES[1]),
-    "lean stage 2": lean(POLICIES[2], bits=1),
-    "lean stage 2, summed": with_gradients_summed_on_secondary(lean(POLICIES[2])),
-    "lean stage 3": lean(with_secondary_weights(POLICIES[3])),
-    "lean stage 3, summed": with_gradients_summed_on_secondary(lean(with_secondary_weights(POLICIES[3]), bits=2)),
+    "lean stage 1": lean(1),
+    "lean stage 2": lean(2, bits=1),
+    "lean stage 2, summed": with_gradients_summed_on_secondary(lean(2)),
+    "lean stage 3": lean(3),
+    "lean stage 3, summed": with_gradients_summed_on_secondary(lean(3, bits=2)),
     "differences in integers": with_weight_differences(with_secondary_weights(POLICIES[3]), Code(4)),
 }
 UNOFFERED = {  # no flag asks for these

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from harness.per_block import decoded_run, encoded_run, equal_bits, narrowed, widened
+from harness.per_block import decoded_row, encoded_row, equal_bits, narrowed, widened
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -62,7 +62,7 @@ def test_golden_4_bit_block_has_the_even_code_in_the_low_nibble() -> None:
 @given(st.lists(any_bits, min_size=64, max_size=64), st.sampled_from(DTYPES), st.sampled_from(BITS))
 def test_any_bits_encode_as_in_the_per_block_implementation(some_bits: list[int], dtype: torch.dtype, bits: int) -> None:
     values = _values(some_bits, dtype)
-    assert bytes(_encoded(values.view(1, -1), bits)[0].tolist()) == encoded_run(widened(values), bits, BLOCK)
+    assert bytes(_encoded(values.view(1, -1), bits)[0].tolist()) == encoded_row(widened(values), bits, BLOCK)
 
 
 @settings(max_examples=200)
@@ -71,18 +71,18 @@ def test_values_of_one_magnitude_encode_and_decode_as_in_the_per_block_implement
     integers: list[int], exponent: int, dtype: torch.dtype, bits: int
 ) -> None:
     values = torch.ldexp(torch.tensor(integers, dtype=torch.float64), torch.tensor(exponent)).to(dtype)
-    row = encoded_run(widened(values), bits, BLOCK)
+    row = encoded_row(widened(values), bits, BLOCK)
     payload = _encoded(values.view(1, -1), bits)
     assert bytes(payload[0].tolist()) == row
     for output in DTYPES:
-        assert equal_bits(_decoded(payload, 64, bits, output)[0], narrowed(decoded_run(row, 64, bits, BLOCK), output))
+        assert equal_bits(_decoded(payload, 64, bits, output)[0], narrowed(decoded_row(row, 64, bits, BLOCK), output))
 
 
 @settings(max_examples=100)
 @given(st.binary(min_size=48, max_size=48), st.sampled_from(DTYPES), st.sampled_from(BITS))
 def test_any_bytes_decode_as_in_the_per_block_implementation(row: bytes, output: torch.dtype, bits: int) -> None:
     payload = torch.tensor(list(row), dtype=torch.uint8).view(1, -1)
-    assert equal_bits(_decoded(payload, BLOCK, bits, output)[0], narrowed(decoded_run(row, BLOCK, bits, BLOCK), output))
+    assert equal_bits(_decoded(payload, BLOCK, bits, output)[0], narrowed(decoded_row(row, BLOCK, bits, BLOCK), output))
 
 
 @settings(max_examples=150)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from harness.codes import lean
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, random_pauses, train_world
 from harness.worlds import run_world
 from torch import Tensor
@@ -23,7 +24,6 @@ from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
     with_gradients_summed_on_secondary,
-    with_quantized_gradients,
     with_secondary_weights,
     with_weight_differences,
 )
@@ -33,14 +33,6 @@ pytestmark = pytest.mark.virtual
 
 BLOCK = 256
 E3 = Code.gaussian(3, rounds=1)
-GRADIENTS = LinkCodes(E3, Code(8))
-
-
-def lean(stage: int, bits: int = 3) -> Policy:
-    policy = with_secondary_weights(POLICIES[3]) if stage == 3 else POLICIES[stage]
-    return with_quantized_gradients(with_weight_differences(policy, Code.gaussian(bits, rounds=1)), GRADIENTS)
-
-
 SHARED = with_gradients_summed_on_secondary(lean(3))
 
 

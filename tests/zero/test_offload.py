@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from harness.codes import lean
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.planned_engine import planned_step
 from harness.planned_rank import states_of
@@ -17,7 +18,7 @@ from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, train_wor
 from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.comm.code import Code
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.plan.kinds import COPY, GRADIENTS, OPTIMIZER, PAYLOADS, PINNED
@@ -33,15 +34,12 @@ from megatron_zpp.zero.policy import (
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
-    with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
 
 pytestmark = pytest.mark.virtual
 
-DIFFERENCES = Code.gaussian(3, rounds=1)
-GAUSSIAN = LinkCodes(DIFFERENCES, Code(8))
-LEAN = with_quantized_gradients(with_weight_differences(with_secondary_weights(POLICIES[3]), DIFFERENCES), GAUSSIAN)
+LEAN = lean(3)
 ROWS: dict[str, Policy] = {
     "stage 1": POLICIES[1],
     "stage 2": POLICIES[2],
@@ -52,7 +50,7 @@ ROWS: dict[str, Policy] = {
     "qgZ": with_quantized_gradients(POLICIES[2]),
     "ZeRO++": ZEROPP,
     "lean": with_gradients_summed_on_secondary(LEAN),
-    "lean in stage 1": with_quantized_gradients(with_weight_differences(POLICIES[1], DIFFERENCES), GAUSSIAN),
+    "lean in stage 1": lean(1),
 }
 SHAPE = ModelShape()
 

@@ -7,13 +7,12 @@ from functools import cache
 
 import pytest
 import torch
-from harness.codes import CodeOptions, LinkBits
+from harness.codes import CodeOptions, LinkBits, lean
 from harness.divided_model import SHAPE, DividedRank, History, Trained, bits_of, train_divided
 from harness.small_engine import SECONDARY_ROW, Job, ModelShape, RecordingLanes, mean_losses, random_pauses
 from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.policy import (
     POLICIES,
@@ -24,7 +23,6 @@ from megatron_zpp.zero.policy import (
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
-    with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
 
@@ -93,16 +91,15 @@ def test_bits_depend_on_neither_prefetch_nor_delays_of_single_ranks(row: str) ->
     assert run_world(grid, delayed, takes_turns=False) == expected.histories
 
 
-GAUSSIAN = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
 STOCHASTIC = LinkBits(4, 4).codes(CodeOptions(is_rotated=True, is_stochastic=True))
-LEAN = with_quantized_gradients(with_weight_differences(HPZ, Code.gaussian(2, rounds=1)), GAUSSIAN)
+LEAN = lean(3, bits=2)
 CODED_ROWS: dict[str, Policy] = {
     "qwZ and qgZ, stage 2": with_quantized_gradients(with_quantized_weights(POLICIES[2])),
     "ZeRO++, summed on secondary, rotated and rounded at random": with_gradients_summed_on_secondary(
         with_quantized_gradients(ZEROPP, STOCHASTIC)
     ),
     "lean": with_gradients_summed_on_secondary(LEAN),
-    "lean, stage 1": with_quantized_gradients(with_weight_differences(POLICIES[1], Code.gaussian(2, rounds=1)), GAUSSIAN),
+    "lean, stage 1": lean(1, bits=2),
 }
 
 
