@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_zpp.parallel.division import Division, SharedRange
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -44,17 +45,36 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit: parameters that are gathered together."""
+    """A unit: parameters that are gathered together.
+
+    frozen_in: the element type in which they rest if all of them are frozen. None if all are trained: they rest in fp32.
+    """
 
     name: str  # "embedding", "block.0", ..., "final_norm", "head"
     params: tuple[ParamSpec, ...]
+    frozen_in: torch.dtype | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the parameters are trained."""
+        return self.frozen_in is None
 
 
 @dataclass(frozen=True)
 class Use:
-    """One module call, in execution order, and the units it reads."""
+    """One module call, in execution order, and the units it reads.
+
+    The first of several uses may have the path "": this is the call of the whole module, within which all others are made. Its units are
+    there from the beginning of forward to the end of backward.
+    """
 
     module: str  # dotted path of the submodule that is called
     units: tuple[str, ...]
     needs_weights_in_backward: bool
     recomputed_in: int | None = None  # number of the chunk of neighbouring uses that backward recomputes together; None: not recomputed
+    backward_is_sure: bool = True  # no: backward reaches it only if its input requires gradients, because nothing is trained up to here
+
+
+def has_outer_use(uses: Sequence[Use]) -> bool:
+    """Whether the first use is the call of the whole module, within which the others are made."""
+    return len(uses) > 1 and not uses[0].module

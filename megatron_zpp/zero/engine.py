@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.codecs import LinkCodecs
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.specs import UnitSpec, Use
@@ -43,7 +42,8 @@ class ZeroEngine:
 
     Every rank must make the same calls in the same order. shard() makes an engine for any module (zero/shard.py).
     module: its parameters may be on the meta device; each is replaced by an nn.Parameter of its unit.
-    units, gradients: of this rank, one per unit, in the order of `unit_specs`. options: with the policy of this world.
+    units: of this rank, in the order of `unit_specs`. trained: those that are not frozen. gradients: of the trained units, in order.
+    options: with the policy of this world.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class ZeroEngine:
         self.units: list[WeightUnit] = []
         self.gradients: list[UnitGradient] = []
         self._home = links.home(is_host=self.options.policy.optimizer is Rung.HOST)
-        codecs = self.options.codecs(iteration=0)
         for spec in unit_specs:
-            self._add_unit(spec, *codecs)
+            self._add_unit(spec)
+        self.trained = [unit for unit in self.units if unit.trains]
         schedule = training_schedule(uses, options.prefetch)
-        groups = update_groups([unit.name for unit in self.units], schedule.values(), at_once=self._home.runs_behind)
-        self.optimizer = ShardedAdamW(self.units, self.gradients, groups, options.adam, self._home.link)
+        groups = update_groups([unit.name for unit in self.trained], schedule.values(), at_once=self._home.runs_behind)
+        self.optimizer = ShardedAdamW(self.trained, self.gradients, groups, options.adam, self._home.link)
         self._progress = GradientProgress()
         parts = (self.units, self.gradients, self.options, links)
         self._pass = TrainingPass(module, uses, schedule, *parts, self._progress, before_climb=self.optimizer.later.reach)
@@ -76,15 +76,17 @@ class ZeroEngine:
         self._on_close = on_close
         self._is_closed = False
 
-    def _add_unit(self, spec: UnitSpec, weight_codecs: LinkCodecs, gradient_codecs: LinkCodecs) -> None:
-        links, policy, dtype = self.links, self.options.policy, self.options.dtype
-        layout = FlatLayout(spec.params, links.topology.data_ranks, self.options.block_numel)
-        unit = WeightUnit(spec, layout, policy, links, self._home, weight_codecs, dtype)
+    def _add_unit(self, spec: UnitSpec) -> None:
+        links, options = self.links, self.options if spec.trains else self.options.for_frozen()
+        layout = FlatLayout(spec.params, links.topology.data_ranks, options.block_numel)
+        weight_codecs, gradient_codecs = options.codecs(iteration=0)
+        unit = WeightUnit(spec, layout, options.policy, links, self._home, weight_codecs, options.dtype)
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
         self.units.append(unit)
-        self.gradients.append(UnitGradient(spec.name, layout, policy, links, gradient_codecs, dtype))
+        if spec.trains:
+            self.gradients.append(UnitGradient(spec.name, layout, options.policy, links, gradient_codecs, options.dtype))
 
     @property
     def device(self) -> torch.device:

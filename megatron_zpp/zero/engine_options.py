@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -35,6 +35,10 @@ class EngineOptions:
     counts_zeros: bool = False
     make_codec: CodecFactory = make_codec
     observer: Observer = field(default_factory=Observer)
+
+    def for_frozen(self) -> EngineOptions:
+        """The options of units whose weights no step changes."""
+        return replace(self, policy=self.policy.for_frozen())
 
     def codecs(self, iteration: int) -> tuple[LinkCodecs, LinkCodecs]:
         """The codecs of weights and those of gradients, after `iteration` steps. The policy must be that of the world."""

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from megatron_zpp.parallel.specs import Use
+from megatron_zpp.parallel.specs import Use, has_outer_use
 
 # What may be in an output. Anything else could hold tensors whose gradients nothing would announce.
 _KNOWN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -39,7 +39,7 @@ class UseCallbacks(Protocol):
 
     def begin_forward(self) -> None: ...
 
-    def end_forward(self) -> None: ...
+    def end_forward(self, outputs: Sequence[Tensor]) -> None: ...
 
     def pre_forward(self, use: int) -> None: ...
 
@@ -61,12 +61,14 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -
         submodule = module.get_submodule(use.module)
         before = partial(before_forward, callbacks, index)
         handles.append(submodule.register_forward_pre_hook(before, prepend=True))  # other hooks may read weights
+        if submodule is module and has_outer_use(uses):
+            continue  # it ends with the forward of the module, and its backward begins with that of the loss
         handles.append(submodule.register_forward_hook(partial(_after_forward, callbacks, index)))
         # nn.Module.compile() would compile these hooks as well; this one compiles forward alone.
         submodule.compile = partial(_compile_forward, submodule)  # type: ignore[method-assign]
     # The module itself may be a use: its forward begins before this use and ends after it.
-    handles.append(module.register_forward_pre_hook(partial(_call, callbacks.begin_forward), prepend=True))
-    handles.append(module.register_forward_hook(partial(_call, callbacks.end_forward)))
+    handles.append(module.register_forward_pre_hook(partial(_begin_forward, callbacks), prepend=True))
+    handles.append(module.register_forward_hook(partial(_end_forward, callbacks)))
     return handles
 
 
@@ -96,9 +98,14 @@ def _after_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: t
     return outputs.watched(partial(callbacks.pre_backward, use, call), call)
 
 
-def _call(callback: Callable[[], None], module: nn.Module, *inputs_and_outputs: Any) -> None:
+def _begin_forward(callbacks: UseCallbacks, module: nn.Module, args: tuple[Any, ...]) -> None:
     with _no_inference_mode():
-        callback()
+        callbacks.begin_forward()
+
+
+def _end_forward(callbacks: UseCallbacks, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    with _no_inference_mode():
+        callbacks.end_forward([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.refusals import is_hooked, is_replaced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+ROOT = "(root)"  # the unit of the parameters that are in no unit that was named
 
 Initializer = Callable[[str, torch.Size], Tensor]
 
@@ -32,43 +35,63 @@ class ModulePlan:
 
     @classmethod
     def of(cls, module: nn.Module, units: Sequence[str]) -> ModulePlan:
-        """The plan of `module`. Raises UserError for units that do not exist, overlap, or leave a parameter out."""
-        submodules = _submodules(module, units)
-        parameters: dict[str, nn.Parameter] = {}
-        unit_of: dict[nn.Parameter, tuple[str, str]] = {}  # the unit that owns a parameter, and the parameter's path
-        places: dict[tuple[nn.Module, str], str] = {}
-        specs, uses, aliases = [], [], []
-        for unit, submodule in submodules.items():
-            own: list[ParamSpec] = []
-            reads: dict[str, None] = {}
-            for owner, attribute, path, parameter in _places(submodule, unit):
-                if (owner, attribute) in places:
-                    raise UserError(
-                        f"parameter {path} is in the units '{places[owner, attribute]}' and '{unit}', which hold the same module; "
-                        "name one of them. A module that is called more than once in a forward cannot be sharded."
-                    )
-                places[owner, attribute] = unit
-                if parameter in unit_of:
-                    aliases.append((owner, attribute, unit_of[parameter][1]))
-                else:
-                    unit_of[parameter], parameters[path] = (unit, path), parameter
-                    division = Division.undivided(tuple(parameter.shape))
-                    own.append(ParamSpec(path, division, _zeros, weight_decay=parameter.ndim > 1))
-                reads[unit_of[parameter][0]] = None
-            if not reads:
-                raise UserError(f"unit '{unit}' has no parameters; leave it out of `units`")
-            if own and not any(spec.division.numel for spec in own):
-                raise UserError(f"the parameters of unit '{unit}' have no elements; make them buffers, or name a larger unit")
-            if own:
-                specs.append(UnitSpec(unit, tuple(own)))
-            uses.append(Use(unit, tuple(reads), needs_weights_in_backward=True))
-        for owner, attribute, path, _ in _places(module, ""):
-            if (owner, attribute) not in places:
+        """The plan of `module`. Raises UserError for units that do not exist or overlap."""
+        found = _Places()
+        uses = [Use(unit, found.units_of(submodule, unit, unit), True) for unit, submodule in _submodules(module, units).items()]
+        outer = found.units_of(module, "", ROOT, is_rest=True)
+        if outer:
+            uses.insert(0, Use("", outer, True))
+        return cls(found.parameters, tuple(found.specs), _with_unsure_backwards(uses, found.specs), tuple(found.aliases))
+
+
+class _Places:
+    """The parameters that have been found, in the order of the units."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.specs: list[UnitSpec] = []
+        self.aliases: list[tuple[nn.Module, str, str]] = []
+        self._unit_of: dict[nn.Parameter, tuple[str, str]] = {}  # the unit that owns a parameter, and the parameter's path
+        self._owner: dict[tuple[nn.Module, str], str] = {}  # the unit in which a place has been found
+
+    def units_of(self, submodule: nn.Module, path: str, unit: str, *, is_rest: bool = False) -> tuple[str, ...]:
+        """The units that a call of the submodule reads; their specs are added. is_rest: whether it has only what is in no other unit."""
+        places = [place for place in _places(submodule, path) if not (is_rest and place[:2] in self._owner)]
+        trained = any(parameter.requires_grad for *_, parameter in places if parameter not in self._unit_of)
+        own: dict[str, list[ParamSpec]] = {}
+        reads: dict[str, None] = {}
+        for owner, attribute, place, parameter in places:
+            if (owner, attribute) in self._owner:
                 raise UserError(
-                    f"parameter {path} is in no unit; add its submodule to `units`, or move it into a submodule that reads it: "
-                    "a parameter has values only while its unit is called"
+                    f"parameter {place} is in the units '{self._owner[owner, attribute]}' and '{unit}', which hold the same module; "
+                    "name one of them. A module that is called more than once in a forward cannot be a unit."
                 )
-        return cls(parameters, tuple(specs), tuple(uses), tuple(aliases))
+            self._owner[owner, attribute] = unit
+            if parameter in self._unit_of:
+                self.aliases.append((owner, attribute, self._unit_of[parameter][1]))
+            else:
+                name = unit if parameter.requires_grad or not trained else f"{unit} (frozen)"
+                self._unit_of[parameter], self.parameters[place] = (name, place), parameter
+                division = Division.undivided(tuple(parameter.shape))
+                own.setdefault(name, []).append(ParamSpec(place, division, _zeros, weight_decay=parameter.ndim > 1))
+            reads[self._unit_of[parameter][0]] = None
+        if not reads and not is_rest:
+            raise UserError(f"unit '{unit}' has no parameters; leave it out of `units`")
+        for name, params in own.items():
+            if not any(spec.division.numel for spec in params):
+                raise UserError(f"the parameters of unit '{name}' have no elements; make them buffers, or name a larger unit")
+            values = [self.parameters[spec.name] for spec in params]
+            # Nothing is lost in the widest of their types.
+            frozen_in = None if values[0].requires_grad else reduce(torch.promote_types, (value.dtype for value in values))
+            self.specs.append(UnitSpec(name, tuple(params), frozen_in))
+        return tuple(reads)
+
+
+def _with_unsure_backwards(uses: Sequence[Use], specs: Sequence[UnitSpec]) -> tuple[Use, ...]:
+    """The uses. Backward is not sure to reach those before the first one that reads something trained."""
+    trained = {spec.name for spec in specs if spec.trains}
+    first = next((index for index, use in enumerate(uses) if trained.intersection(use.units)), len(uses))
+    return tuple(replace(use, backward_is_sure=index >= first) for index, use in enumerate(uses))
 
 
 def plan_of(module: nn.Module, units: Sequence[str], uses: Sequence[Use] | None, initialize: Initializer | None) -> ModulePlan:
@@ -128,14 +151,12 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], initialize: Initia
             raise UserError(
                 f"parameter {path} is {parameter.dtype}, which is not supported; cast it to one of {', '.join(map(str, DTYPES))}"
             )
-        if not parameter.requires_grad:
-            raise UserError(
-                f"parameter {path} is frozen, and the engine trains all parameters; make it a buffer, or let it require gradients"
-            )
         if is_replaced(parameter):
             raise UserError(f"parameter {path} is shared with a module that is sharded already; shard one module that holds both")
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UserError(f"parameter {path} has hooks, which the parameter that replaces it would not have; add hooks after shard()")
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError("all parameters are frozen, so there is nothing to train; let some of them require gradients")
     if len(devices) > 1:
         found = ", ".join(f"{path} on {device}" for device, path in devices.items())
         raise UserError(f"the parameters are on several devices: {found}; move the module to one of them")
@@ -156,6 +177,8 @@ def _checked_uses(module: nn.Module, uses: Sequence[Use], specs: Sequence[UnitSp
             raise UserError(
                 f"the use of '{use.module}' reads {list(use.units)}; the units with parameters of their own are {sorted(known)}"
             )
+    if any(not use.module for use in uses[1:]):
+        raise UserError("uses names the call of the whole module, '', after other calls; name it first, because they are made within it")
     unread = known.difference(*(use.units for use in uses))
     if unread:
         raise UserError(f"no use reads the units {sorted(unread)}; add the module calls that read them")

@@ -133,7 +133,7 @@ class LaterUpdates:
 
     def reach(self, unit: str) -> None:
         """Makes the updates that are left, up to that of `unit`."""
-        if self._update is not None:
+        if self._update is not None and unit in self._group_of:  # nothing updates a frozen unit
             self._make(self._update, self._group_of[unit] + 1)
 
     def finish(self) -> None:

@@ -57,9 +57,10 @@ class OptimizerStep:
         training_pass: TrainingPass,
         loss_scaler: LossScaler,
     ) -> None:
-        """gradients: of the units, in the same order. home: of the optimizer's state."""
+        """gradients: of the units that are trained, in the same order. home: of the optimizer's state."""
         self.iteration = 0
         self._units = units
+        self._trained = [unit for unit in units if unit.trains]
         self._gradients = gradients
         self._optimizer = optimizer
         self._home = home
@@ -69,7 +70,7 @@ class OptimizerStep:
         self.loss_scaler = loss_scaler
         self._squared_sums = squared_sums_for(links.device, options.adam.backend)
         self._weight_sums = squared_sums_for(home.device, options.adam.backend)
-        self._shared_gradients = SharedGradients(gradients, links, units[0].first_slice, units[0].slices)
+        self._shared_gradients = SharedGradients(gradients, links, self._trained[0].first_slice, self._trained[0].slices)
         self._step_calls = StepCalls(gradients, links)
         is_enqueued = home.runs_behind and options.adam.skips_on_device
         self._side = SideStream(links.streams) if is_enqueued and links.streams is not None else None
@@ -85,7 +86,7 @@ class OptimizerStep:
         """Updates the weights with the clipped mean gradient, unless it has a NaN or inf on any rank. Arguments: as ZeroEngine.update."""
         squared, numbers = self._norm(report, refusal)
         with self._options.observer.phase("optimizer-inner-step"):
-            for unit in self._units:
+            for unit in self._trained:
                 unit.finish_climbs()
             if self._side is not None and self._step_calls.reaches_all():  # so nothing is unused
                 return self._update_ahead(squared, numbers, update, self._side)
@@ -142,7 +143,7 @@ class OptimizerStep:
     def _begin_climbs(self, result: StepResult) -> None:
         """Submits the first climbs of the next step."""
         if not result.is_skipped:
-            for unit in self._units:
+            for unit in self._trained:
                 unit.invalidate()
         self._pass.begin_climbs()
 
@@ -167,14 +168,15 @@ class OptimizerStep:
         changes_codecs = (self.iteration in exact) != (iteration in exact)
         self.iteration = iteration
         self._pass.end_step()
-        for unit, gradient in zip(self._units, self._gradients, strict=True):
+        for unit, gradient in zip(self._trained, self._gradients, strict=True):
             unit.start_iteration(iteration)
             gradient.start_iteration(iteration)
         if not changes_codecs:
             return
         weight_codecs, gradient_codecs = self._options.codecs(iteration)
-        for unit, gradient in zip(self._units, self._gradients, strict=True):
-            unit.use_codecs(weight_codecs)
+        for unit in self._units:
+            unit.use_codecs(weight_codecs if unit.trains else self._options.for_frozen().codecs(iteration)[0])
+        for gradient in self._gradients:
             gradient.use_codecs(gradient_codecs)
         self._links.staging.clear()
 

@@ -52,11 +52,12 @@ def parameters(engine: ZeroEngine) -> Iterator[PlacedParam]:
 
 def _pieces(engine: ZeroEngine, only_slice: int | None, *, only_counted: bool) -> Iterator[Piece]:
     engine.finish_updates()
-    for unit, moments in zip(engine.units, engine.optimizer.moments, strict=True):
+    moments_of = dict(zip((unit.name for unit in engine.trained), engine.optimizer.moments, strict=True))
+    for unit in engine.units:
         first, count = (unit.first_slice, unit.slices) if only_slice is None else (only_slice, 1)
         states = {
             state: Regions.of(flat, unit.layout.slice_shape).slices_at(first - unit.first_slice, count)
-            for state, flat in {WEIGHT: unit.main_weight, **moments}.items()
+            for state, flat in {WEIGHT: unit.main_weight, **moments_of.get(unit.name, {})}.items()
         }
         if unit.kept is not None:
             states[KEPT_WEIGHT] = unit.kept.own

@@ -112,6 +112,10 @@ class Policy:
         """
         return (encoding_is_costly or self.optimizer is Rung.HOST) and self.weights_in_step is Rung.PRIMARY
 
+    def for_frozen(self) -> Policy:
+        """The row of weights that no step changes, and that have no differences: once filled, the rung kept in a step stays as it is."""
+        return replace(self, weight_codes=LinkCodes(), keeps_copy=False) if self.keeps_copy else self
+
     def in_full_precision(self) -> Policy:
         """The same row with the working dtype on every link."""
         return replace(self, weight_codes=LinkCodes(), gradient_codes=LinkCodes())
@@ -158,3 +162,9 @@ def with_quantized_gradients(policy: Policy, codes: LinkCodes = LinkCodes(Code(4
 
 
 ZEROPP = with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3])))
+
+# Fewest bytes between nodes: 3 bits both ways. Its codes need block_numel to be a multiple of 256.
+LEAN = with_quantized_gradients(
+    with_weight_differences(with_secondary_weights(POLICIES[3]), Code.gaussian(3, rounds=1)),
+    LinkCodes(Code.gaussian(3, rounds=1), Code(8)),
+)

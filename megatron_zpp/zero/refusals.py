@@ -42,12 +42,15 @@ class _Closed:
 
 
 def refuse_changed(units: Iterable[WeightUnit]) -> None:
-    """Refuses parameters that were changed after they were sharded: frozen, so that the engine would let their weights decay, or written
-    to, which does not change the main weights."""
+    """Refuses parameters that were changed after they were sharded: frozen, so that the engine would let their weights decay; no longer
+    frozen, so that it would not train them; or written to, which does not change the main weights."""
     for unit in units:
         for parameter, placed in zip(unit.parameters, unit.layout.params, strict=True):
-            if not parameter.requires_grad:
-                raise RuntimeError(f"parameter {placed.spec.name} was frozen after shard(), but the engine trains all parameters")
+            if parameter.requires_grad is not unit.trains:
+                change = "frozen" if unit.trains else "made to require gradients"
+                raise RuntimeError(
+                    f"parameter {placed.spec.name} was {change} after shard(), and the engine does not see that; do it before"
+                )
             if parameter._version:  # the engine gives a parameter other storage, but never writes to it as a tensor
                 raise RuntimeError(
                     f"parameter {placed.spec.name} was written to after shard(), and the engine does not see that; write to it before "

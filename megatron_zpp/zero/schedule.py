@@ -21,6 +21,10 @@ with two uses ahead over the inter link and one over the intra link:
 A column of climbs lists, in order, every climb that must have been submitted by then. The engine skips those that are on their way or
 fresh. So one schedule serves every policy, evaluation between steps, and skipped steps. After backward the units of the first use rest,
 which the table omits.
+
+A call of the whole module, within which the others are made, comes first in forward and first in backward. Its units rest at the end only:
+
+    pre_forward  0, those of the others, post_forward 0, pre_backward 0, those of the others
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_zpp.parallel.specs import Use
+from megatron_zpp.parallel.specs import Use, has_outer_use
 
 
 class Phase(enum.Enum):
@@ -53,12 +57,16 @@ class Moment:
 
 @dataclass(frozen=True)
 class Actions:
-    """What the engine does at a moment, in this order; all entries are unit names."""
+    """What the engine does at a moment, in this order; all entries are unit names.
+
+    is_sure: whether some rank reaches the moment, so that all have to act on it. Otherwise all ranks reach it, or none does.
+    """
 
     rest: tuple[str, ...] = ()
     climb_to_secondary: tuple[str, ...] = ()
     climb_to_full: tuple[str, ...] = ()
     wait: tuple[str, ...] = ()
+    is_sure: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Pass:
         index = self._index_of[moment]
         if index < self._position:
             self.begin()
-        return self._due_before(index + 1)
+        return [*self._due_before(index), *self._due_before(index + 1, also_unsure=True)]
 
     def due_at_end_of_forward(self) -> list[tuple[Moment, Actions]]:
         """The moments of forward that were missed since the last one, with their actions."""
@@ -119,9 +127,10 @@ class Pass:
         self._position = self._end_of_forward
         return due
 
-    def _due_before(self, end: int) -> list[tuple[Moment, Actions]]:
+    def _due_before(self, end: int, *, also_unsure: bool = False) -> list[tuple[Moment, Actions]]:
         start, self._position = self._position, max(self._position, end)
-        return [(due, self._schedule[due]) for due in self._moments[start:end]]
+        due = [(moment, self._schedule[moment]) for moment in self._moments[start:end]]
+        return [(moment, actions) for moment, actions in due if actions.is_sure or also_unsure]
 
 
 def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
@@ -139,27 +148,37 @@ def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
         pre_backward 1      b1              b0                    b0                b0
         pre_backward 0      b0              -                     -                 -
     """
-    forward = [_Stop(Moment(Phase.PRE_FORWARD, index), use.units) for index, use in enumerate(uses)]
-    chunks = _chunks(uses)
-    backward = [stop for chunk in reversed(chunks) for stop in _backward_stops(uses, chunk)]
-    actions = _climbs(forward + backward, prefetch)
-    last = len(uses) - 1
-    for index in range(last):
-        actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(uses[index].units, uses[index + 1].units))
+    first, last, outer = _first_inner(uses), len(uses) - 1, _outer_units(uses)
+    backward = [stop for chunk in reversed(_chunks(uses)) for stop in _backward_stops(uses, chunk)]
+    sure = [stop for stop in backward if uses[stop.moment.use].backward_is_sure]
+    actions = _climbs(_forward_stops(uses) + sure, prefetch)
+    for stop in backward:
+        if stop not in sure:
+            actions[stop.moment] = Actions((), stop.units, stop.units, stop.units, is_sure=False)
+    for index in range(first, last):
+        actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(uses[index].units, uses[index + 1].units, outer))
         at = Moment(Phase.PRE_BACKWARD, index)
-        actions[at] = replace(actions.get(at, Actions()), rest=_without(uses[index + 1].units, _read_in_backward(uses[index])))
-    actions[Moment(Phase.POST_FORWARD, last)] = Actions(rest=_without(uses[last].units, _read_in_backward(uses[last])))
-    actions[Moment(Phase.AFTER_BACKWARD, 0)] = Actions(rest=uses[0].units)
-    return _in_order_of_time(actions, chunks)
+        rest = _without(uses[index + 1].units, _read_in_backward(uses[index]), outer)
+        actions[at] = replace(actions.get(at, Actions()), rest=rest)
+    actions[Moment(Phase.POST_FORWARD, last)] = Actions(rest=_without(uses[last].units, _read_in_backward(uses[last]), outer))
+    if outer:
+        actions[Moment(Phase.PRE_BACKWARD, 0)] = Actions((), outer, outer, outer)
+    first_sure = next((index for index in range(first, last) if uses[index].backward_is_sure), last)
+    at_the_end = dict.fromkeys((*outer, *(unit for use in uses[first : first_sure + 1] for unit in use.units)))
+    actions[Moment(Phase.AFTER_BACKWARD, 0)] = Actions(rest=tuple(at_the_end))
+    return _in_order_of_time(actions, uses)
 
 
 def evaluation_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
     """The actions of a forward without gradients: units rest right after their use."""
-    actions = _climbs([_Stop(Moment(Phase.PRE_FORWARD, index), use.units) for index, use in enumerate(uses)], prefetch)
-    for index, use in enumerate(uses):
+    first, outer = _first_inner(uses), _outer_units(uses)
+    actions = _climbs(_forward_stops(uses), prefetch)
+    for index in range(first, len(uses)):
         following = uses[index + 1].units if index + 1 < len(uses) else ()
-        actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(use.units, following))
-    return _in_order_of_time(actions, _chunks(uses))
+        actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(uses[index].units, following, outer))
+    if outer:
+        actions[Moment(Phase.POST_FORWARD, 0)] = Actions(rest=outer)
+    return _in_order_of_time(actions, uses)
 
 
 def backward_starts(uses: Sequence[Use]) -> tuple[Moment, ...]:
@@ -189,11 +208,12 @@ def first_uses(uses: Sequence[Use]) -> dict[str, int]:
 def update_groups(names: Sequence[str], actions: Iterable[Actions], *, at_once: bool) -> list[list[int]]:
     """Indices of the units in groups. The units that the next step needs first come first, so that they climb early.
 
+    names: of the units that are trained; others have no updates.
     actions: of the moments of a training step, in the order of time. Units come in the order of their first climbs.
     at_once: of a device that runs behind the host. It gets two groups, what the first moment needs and all others, because each update
     takes the host some time. Otherwise each unit is a group, so that it can climb while the next is updated.
     """
-    first_moment, *later = [(*due.climb_to_full, *due.climb_to_secondary) for due in actions]
+    first_moment, *later = [[name for name in (*due.climb_to_full, *due.climb_to_secondary) if name in names] for due in actions]
     first = [names.index(name) for name in dict.fromkeys(first_moment)]
     in_order = dict.fromkeys([*(names.index(name) for needed in later for name in needed), *range(len(names))])
     others = [index for index in in_order if index not in first]
@@ -210,15 +230,35 @@ class _Stop:
     units: tuple[str, ...]
 
 
+def _first_inner(uses: Sequence[Use]) -> int:
+    """The index of the first use that is not the call of the whole module."""
+    return int(has_outer_use(uses))
+
+
+def _outer_units(uses: Sequence[Use]) -> tuple[str, ...]:
+    """The units that the call of the whole module reads, if it is a use: they stay full until it ends."""
+    return uses[0].units if has_outer_use(uses) else ()
+
+
 def _chunks(uses: Sequence[Use]) -> list[range]:
-    """Neighbouring uses that are recomputed as one, in order; each of the remaining uses is a chunk of its own."""
+    """Neighbouring uses that are recomputed as one, in order; each of the remaining uses is a chunk of its own.
+
+    Without the call of the whole module.
+    """
     chunks: list[range] = []
-    for index, use in enumerate(uses):
-        if index > 0 and use.recomputed_in is not None and use.recomputed_in == uses[index - 1].recomputed_in:
+    for index, use in list(enumerate(uses))[_first_inner(uses) :]:
+        if chunks and use.recomputed_in is not None and use.recomputed_in == uses[index - 1].recomputed_in:
             chunks[-1] = range(chunks[-1].start, index + 1)
         else:
             chunks.append(range(index, index + 1))
     return chunks
+
+
+def _forward_stops(uses: Sequence[Use]) -> list[_Stop]:
+    """The stops in forward. What the call of the whole module reads is full from its own stop on."""
+    first, outer = _first_inner(uses), _outer_units(uses)
+    stops = [_Stop(Moment(Phase.PRE_FORWARD, index), use.units) for index, use in enumerate(uses)]
+    return [*stops[:first], *(_Stop(stop.moment, _without(stop.units, outer)) for stop in stops[first:])]
 
 
 def _backward_moments(chunk: range) -> list[Moment]:
@@ -228,11 +268,15 @@ def _backward_moments(chunk: range) -> list[Moment]:
 
 
 def _backward_stops(uses: Sequence[Use], chunk: range) -> list[_Stop]:
-    """The stops of a chunk in backward. The last of several uses stops at its recomputation only: its backward follows at once."""
+    """The stops of a chunk in backward. The last of several uses stops at its recomputation only: its backward follows at once.
+
+    What the call of the whole module reads is full already.
+    """
     moments = _backward_moments(chunk)
     return [
-        _Stop(moment, uses[moment.use].units if moment.phase is Phase.RECOMPUTE else _read_in_backward(uses[moment.use]))
+        _Stop(moment, _without(use.units if moment.phase is Phase.RECOMPUTE else _read_in_backward(use), _outer_units(uses)))
         for moment in (moments[1:] if len(chunk) > 1 else moments)
+        for use in [uses[moment.use]]
     ]
 
 
@@ -245,9 +289,13 @@ def _climbs(stops: Sequence[_Stop], prefetch: Prefetch) -> dict[Moment, Actions]
     return actions
 
 
-def _in_order_of_time(actions: Mapping[Moment, Actions], chunks: Sequence[range]) -> Schedule:
+def _in_order_of_time(actions: Mapping[Moment, Actions], uses: Sequence[Use]) -> Schedule:
+    chunks = _chunks(uses)
     forward = [Moment(phase, use) for chunk in chunks for use in chunk for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
     backward = [moment for chunk in reversed(chunks) for moment in _backward_moments(chunk)]
+    if has_outer_use(uses):
+        forward = [Moment(Phase.PRE_FORWARD, 0), *forward, Moment(Phase.POST_FORWARD, 0)]
+        backward = [Moment(Phase.PRE_BACKWARD, 0), *backward]
     moments = [*forward, *backward, Moment(Phase.AFTER_BACKWARD, 0)]
     return {moment: actions[moment] for moment in moments if moment in actions}
 
@@ -273,5 +321,5 @@ def _read_in_backward(use: Use) -> tuple[str, ...]:
     return use.units if use.needs_weights_in_backward else ()
 
 
-def _without(units: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
-    return tuple(unit for unit in units if unit not in others)
+def _without(units: Sequence[str], *others: Sequence[str]) -> tuple[str, ...]:
+    return tuple(unit for unit in units if not any(unit in some for some in others))

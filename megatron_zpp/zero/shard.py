@@ -191,7 +191,8 @@ def shard(
         check_alike(backend, device, digest, "first values of parameters")
     refuse_state_dicts(module)
     for path, parameter in plan.parameters.items():
-        refuse_replaced(path, parameter)
+        if parameter.requires_grad:
+            refuse_replaced(path, parameter)
     if groups:
         atexit.register(remind)
     return engine
@@ -221,7 +222,7 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
             for segment in unit.layout.segments(links.topology.slice_of(data_rank), 1):
                 flat = weights[segment.spec.name].view(-1)
                 flat[segment.start : segment.stop] = row[segment.offset : segment.offset + segment.stop - segment.start]
-        yield from weights.items()
+        yield from ((path, weight.float()) for path, weight in weights.items())
 
 
 def _make_lanes(rank: int, world_size: int, device: torch.device, *, has_groups: bool) -> Lanes:
@@ -337,7 +338,10 @@ def _device(module: nn.Module, backend: Backend | None) -> torch.device:
 
 def _arguments_as_bytes(plan: ModulePlan, grid: Grid, options: EngineOptions, loss_scaler: LossScaler | None) -> bytes:
     """Everything that must be the same on all ranks, except the first values. Observers may differ."""
-    shapes = {path: (tuple(parameter.shape), parameter.dtype, parameter.is_meta) for path, parameter in plan.parameters.items()}
+    shapes = {
+        path: (tuple(parameter.shape), parameter.dtype, parameter.is_meta, parameter.requires_grad)
+        for path, parameter in plan.parameters.items()
+    }
     fields = {name: value for name, value in vars(options).items() if name != "observer"}
     fields["make_codec"] = getattr(options.make_codec, "__qualname__", type(options.make_codec).__name__)
     scaler = None if loss_scaler is None else (type(loss_scaler).__name__, vars(loss_scaler))

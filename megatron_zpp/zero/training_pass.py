@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Links
-from megatron_zpp.parallel.specs import Use
+from megatron_zpp.parallel.specs import Use, has_outer_use
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.gradient_progress import GradientProgress
 from megatron_zpp.zero.gradients import Descents, UnitGradient
@@ -60,12 +60,13 @@ class TrainingPass:
         progress: GradientProgress,
         before_climb: Callable[[str], None],
     ) -> None:
-        """training: what is due in a step. gradients: of the units, in the same order.
+        """training: what is due in a step. gradients: of the units that are trained, in the same order.
 
         before_climb: called with the name of a unit that is about to climb.
         """
         self._module = module
         self._uses = tuple(uses)
+        self._outer_units = uses[0].units if has_outer_use(uses) else ()
         self._unit_names = tuple(" + ".join(use.units) for use in uses)
         self._first_use = first_uses(uses)
         self._full_at_gradients = full_at_gradients(uses)
@@ -78,13 +79,13 @@ class TrainingPass:
         self._passes = {True: Pass(training), False: Pass(evaluation_schedule(uses, options.prefetch))}
         first = Moment(Phase.PRE_FORWARD, 0)
         self._first_climbs = [(first, replace(training[first], wait=()))]
-        self._descents = Descents(descent_order(uses), self._gradients)
+        self._descents = Descents([unit for unit in descent_order(uses) if unit in self._gradients], self._gradients)
         self._calls = Calls(uses)
         self._forward_trains: bool | None = None  # whether the forward of the whole module that is under way has gradients
         self._is_in_backward = False
         self._is_last_microbatch = True
         self._hooks: list[RemovableHandle] = hook_uses(module, uses, self)
-        for unit in units:
+        for unit in filter(lambda unit: unit.trains, units):
             self._hooks += hook_parameters(unit.name, unit.parameters, self)
 
     # ---- forward
@@ -96,9 +97,14 @@ class TrainingPass:
             self._passes[self._is_training].begin()
             self._calls.begin_forward()
 
-    def end_forward(self) -> None:
-        """Called after the forward of the whole module: other ranks may have gone through uses that this one has left out."""
+    def end_forward(self, outputs: Sequence[Tensor]) -> None:
+        """Called after the forward of the whole module, with the tensors that it returns.
+
+        Other ranks may have gone through uses that this one has left out.
+        """
         if not self._is_in_backward:
+            for name in self._outer_units:
+                refuse_views(self._units[name], outputs)
             self._act(self._passes[self._is_training].due_at_end_of_forward(), self._is_training)
             self._forward_trains = None
 
@@ -141,7 +147,8 @@ class TrainingPass:
         for name in self._uses[use].units:
             refuse_views(self._units[name], outputs)
         self._act(self._due_at(Moment(Phase.POST_FORWARD, use), self._is_training), self._is_training)
-        return self._calls.end(use) if torch.is_grad_enabled() else None
+        comes_back = torch.is_grad_enabled() and any(output.requires_grad for output in outputs)
+        return self._calls.end(use) if comes_back else None
 
     # ---- backward
 
@@ -186,6 +193,8 @@ class TrainingPass:
         self._book_activations(is_training=True)
         try:
             self._calls.begin_backward(partial(calls_of, scaled_loss))
+            if self._outer_units:
+                self._act(self._due_at(Moment(Phase.PRE_BACKWARD, 0), is_training=True), is_training=True)
             scaled_loss.backward()
             self._calls.end_backward()
             self._act(self._due_at(Moment(Phase.AFTER_BACKWARD, 0), is_training=True), is_training=True)

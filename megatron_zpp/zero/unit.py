@@ -30,9 +30,10 @@ from megatron_zpp.zero.residency import Residency
 class WeightUnit:
     """The weights of one unit.
 
-    main_weight: [slices * slice_numel] fp32, the slices that this rank's optimizer updates: its own slice, or all slices; on the device or
-    on the host.
-    parameters: the nn.Parameters of the model in `dtype`, in the order of the layout.
+    main_weight: [slices * slice_numel] fp32, or the type of frozen weights: the slices that this rank's optimizer updates, its own slice or
+    all slices; on the device or on the host.
+    parameters: the nn.Parameters of the model in `dtype`, in the order of the layout. trains: whether they are trained. If they are
+    frozen, a step leaves all rungs fresh.
     kept: the copy of the weights that stays across steps; None if the policy keeps none.
     """
 
@@ -48,6 +49,7 @@ class WeightUnit:
     ) -> None:
         device = links.device
         self.name = spec.name
+        self.trains = spec.trains
         self.layout = layout
         self._policy = policy
         self._links = links
@@ -61,11 +63,11 @@ class WeightUnit:
         self._own_payload: Tensor | None = None  # [1, payload_bytes] uint8
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._nans = [nan.expand(param.spec.shape) for param in layout.params]
-        self.parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device)) for _ in layout.params]
+        self.parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device), spec.trains) for _ in layout.params]
         self._views = [self._full[param.offset : param.offset + param.numel].view(param.spec.shape) for param in layout.params]
         self._release(Rung.FULL)
         self.first_slice, self.slices = (0, layout.slices) if policy.optimizer is Rung.FULL else (links.own_slice, 1)
-        self.main_weight = self._home.zeros(self.slices * layout.slice_numel, torch.float32)
+        self.main_weight = self._home.zeros(self.slices * layout.slice_numel, spec.frozen_in or torch.float32)
         self._main_regions = Regions.of(self.main_weight, layout.slice_shape)
         for segment in layout.segments(self.first_slice, self.slices):
             stop = segment.offset + segment.stop - segment.start

@@ -18,12 +18,16 @@ LAYERS, HIDDEN, FFN, VOCAB, POSITIONS, BLOCK = 2, 32, 128, 104, 16, 32
 
 @dataclass(frozen=True)
 class Unit:
-    """matrices: elements of each parameter of two dims; vectors: of all others. climbs: per micro-batch where weights rest primary."""
+    """matrices: elements of each parameter of two or more dims; vectors: of all others. climbs: per micro-batch where weights rest primary.
+
+    trains: no for a frozen unit, which gets no gradients, and whose rungs stay fresh where they are kept within a step.
+    """
 
     matrices: tuple[int, ...]
     vectors: int
     climbs: int
     block: int = BLOCK
+    trains: bool = True
 
     def slice_shape(self, world_size: int) -> tuple[int, int]:
         """Elements of one primary slice by region: each padded to whole blocks for every rank, each matrix beginning at a block."""
@@ -109,6 +113,10 @@ def step_bytes(features: Features, units: list[Unit], grid: Grid, *, microbatche
         climbs_over_inter = 1 if features.keeps_secondary else climbs
         descents = microbatches if features.stage > 1 else 1
         descents_over_inter = 1 if features.sums_on_secondary else descents
+        if not unit.trains:
+            descents = descents_over_inter = 0
+            climbs = climbs if features.stage == 3 else 0
+            climbs_over_inter = 0 if features.keeps_secondary else climbs
         messages = [
             (over_inter, payload(weights.inter, weight_bytes, is_gaussian=is_gaussian), climbs_over_inter),
             (over_intra, payload(weights.intra, weight_bytes) * len(over_inter), climbs),

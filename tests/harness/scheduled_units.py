@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zpp.parallel.specs import Use
+from megatron_zpp.parallel.specs import Use, has_outer_use
 from megatron_zpp.parallel.topology import Direction, Lane, Link
 from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.schedule import Moment, Phase, Schedule
@@ -12,24 +12,33 @@ INTER_CLIMB, INTRA_CLIMB = Lane(Link.INTER, Direction.CLIMB), Lane(Link.INTRA, D
 
 
 def chunks_of(uses: tuple[Use, ...]) -> list[list[int]]:
-    """The uses that are recomputed together, and each of the others alone."""
+    """The uses that are recomputed together, and each of the others alone; without the call of the whole module."""
     numbers = [-1 - index if use.recomputed_in is None else use.recomputed_in for index, use in enumerate(uses)]
-    return [[index for index, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
+    chunks = [[index for index, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
+    return chunks[has_outer_use(uses) :]
 
 
-def forward_moments(uses: tuple[Use, ...]) -> list[Moment]:
-    return [Moment(phase, index) for index in range(len(uses)) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+def forward_moments(uses: tuple[Use, ...], *, is_training: bool = True) -> list[Moment]:
+    """In training, the call of the whole module has no end: its weights stay for backward."""
+    outer = int(has_outer_use(uses))
+    inner = [Moment(phase, index) for index in range(outer, len(uses)) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+    before, after = [Moment(Phase.PRE_FORWARD, 0)] * outer, [Moment(Phase.POST_FORWARD, 0)] * outer
+    return [*before, *inner, *([] if is_training else after)]
 
 
 def backward_moments(uses: tuple[Use, ...]) -> list[Moment]:
-    """As hooks announce them: the gradient of a chunk's output arrives, its uses run forward again, then backward goes through them."""
-    moments: list[Moment] = []
+    """As hooks announce them: the gradient of a chunk's output arrives, its uses run forward again, then backward goes through them.
+
+    It does not go through uses to which it is not sure to come.
+    """
+    moments = [Moment(Phase.PRE_BACKWARD, 0)] * has_outer_use(uses)
     for chunk in reversed(chunks_of(uses)):
         last, *others = reversed(chunk)
         moments.append(Moment(Phase.PRE_BACKWARD, last))
         moments += [Moment(Phase.RECOMPUTE, index) for index in chunk if others]
         moments += [Moment(Phase.PRE_BACKWARD, index) for index in others]
-    return [*moments, Moment(Phase.AFTER_BACKWARD, 0)]
+    reached = [moment for moment in moments if uses[moment.use].backward_is_sure]
+    return [*reached, Moment(Phase.AFTER_BACKWARD, 0)]
 
 
 class ScheduledUnits:
@@ -41,7 +50,8 @@ class ScheduledUnits:
     def __init__(self, uses: tuple[Use, ...], weights_in_step: Rung = Rung.PRIMARY) -> None:
         self._uses = uses
         self._weights_in_step = weights_in_step
-        self._chunk_of = {index: chunk for chunk in chunks_of(uses) for index in chunk}
+        self._chunk_of = {index: chunk for chunk in [[0], *chunks_of(uses)] for index in chunk}
+        self._outer = [0] * has_outer_use(uses)  # full from the beginning to the end
         self._on_secondary: set[str] = set()  # there or on the way
         self._climbing: set[str] = set()  # to the full rung
         self._full: set[str] = set()
@@ -99,7 +109,7 @@ class ScheduledUnits:
             self._check_full([moment.use])
 
     def _check_full(self, uses: list[int]) -> None:
-        assert {unit for index in uses for unit in self._uses[index].units} <= self._full
+        assert {unit for index in (*uses, *self._outer) for unit in self._uses[index].units} <= self._full
 
     def weights_changed(self) -> None:
         """All rungs above the main weights are stale."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from harness.scheduled_units import INTER_CLIMB, INTRA_CLIMB, ScheduledUnits, backward_moments, forward_moments
@@ -15,13 +16,18 @@ from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, descent_order, e
 prefetches = st.builds(Prefetch, st.integers(0, 4), st.integers(0, 4))
 
 
-def _uses(blocks: int, is_tied: bool, chunk: int | None = None) -> tuple[Use, ...]:
-    """chunk: blocks that are recomputed together; None: without recomputation."""
+def _uses(blocks: int, is_tied: bool, chunk: int | None = None, outer: tuple[str, ...] = (), frozen: int = 0) -> tuple[Use, ...]:
+    """chunk: blocks that are recomputed together; None: without recomputation. outer: units of the whole module. frozen: uses at first."""
     middle = tuple(Use(f"blocks.{index}", (f"b{index}",), True, chunk and index // chunk) for index in range(blocks))
-    return (Use("embedding", ("emb",), False), *middle, Use("final", ("norm", "emb" if is_tied else "head"), True))
+    inner = (Use("embedding", ("emb",), False), *middle, Use("final", ("norm", "emb" if is_tied else "head"), True))
+    known = tuple(replace(use, backward_is_sure=index >= frozen) for index, use in enumerate(inner))
+    return (Use("", outer, True), *known) if outer else known
 
 
 models = st.builds(_uses, st.integers(1, 8), st.booleans(), st.none() | st.integers(1, 5))
+own_modules = st.builds(  # shard() gives these
+    _uses, st.integers(1, 8), st.booleans(), st.none(), st.sampled_from([(), ("root",), ("root", "emb"), ("b0",)]), st.integers(0, 4)
+)
 
 
 def _microbatch(uses: tuple[Use, ...], prefetch: Prefetch) -> ScheduledUnits:
@@ -30,14 +36,14 @@ def _microbatch(uses: tuple[Use, ...], prefetch: Prefetch) -> ScheduledUnits:
     return units
 
 
-@given(models, prefetches)
+@given(models | own_modules, prefetches)
 def test_every_unit_that_a_use_reads_was_submitted_before_it_is_waited_for_and_stands_full_when_it_is_read(
     uses: tuple[Use, ...], prefetch: Prefetch
 ) -> None:
     _microbatch(uses, prefetch)
 
 
-@given(models, prefetches)
+@given(models | own_modules, prefetches)
 def test_after_a_micro_batch_everything_rests_and_nothing_is_on_its_way(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
     assert _microbatch(uses, prefetch).at_rest
 
@@ -53,7 +59,21 @@ def test_blocks_and_a_tied_embedding_climb_twice_per_micro_batch_and_the_others_
     assert Counter(units.climbs(INTER_CLIMB)) == expected
 
 
-@given(models, prefetches)
+@given(own_modules, prefetches)
+def test_what_the_whole_module_reads_climbs_once_and_what_backward_does_not_reach_is_not_gathered_for_it(
+    uses: tuple[Use, ...], prefetch: Prefetch
+) -> None:
+    outer = uses[0].units if uses[0].module == "" else ()
+    others = uses[1:] if outer else uses
+    last = others[-1].units
+    in_backward = {unit for use in others if use.backward_is_sure and use.needs_weights_in_backward for unit in use.units} - {*last}
+    found = Counter(_microbatch(uses, prefetch).climbs(INTRA_CLIMB))
+    assert all(found[unit] == 1 for unit in outer)
+    for unit in {unit for use in others for unit in use.units} - {*outer, "emb"}:
+        assert found[unit] == 1 + (unit in in_backward)
+
+
+@given(models | own_modules, prefetches)
 def test_climbs_are_submitted_in_the_order_of_need_whatever_the_prefetch(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
     by_need, ahead = _microbatch(uses, Prefetch(0, 0)), _microbatch(uses, prefetch)
     for lane in (INTRA_CLIMB, INTER_CLIMB):
@@ -67,23 +87,26 @@ def test_how_many_units_stand_full_at_once_depends_on_the_chunk_and_not_on_the_d
     assert _microbatch(_uses(blocks, is_tied, chunk), prefetch).most_full <= 3 + chunk + prefetch.intra_uses
 
 
-@given(models, prefetches)
+@given(models | own_modules, prefetches)
 def test_an_evaluation_reads_full_units_climbs_once_per_use_and_ends_at_rest(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
     units = ScheduledUnits(uses)
-    units.run(evaluation_schedule(uses, prefetch), forward_moments(uses))
-    assert Counter(units.climbs(INTRA_CLIMB)) == Counter(unit for use in uses for unit in use.units)
+    units.run(evaluation_schedule(uses, prefetch), forward_moments(uses, is_training=False))
+    outer = uses[0].units if uses[0].module == "" else ()
+    inner = Counter(unit for use in uses for unit in use.units if unit not in outer)
+    assert Counter(units.climbs(INTRA_CLIMB)) == Counter(outer) + inner
     assert units.at_rest
 
 
-@given(models, prefetches, st.data())
+@given(models | own_modules, prefetches, st.data())
 def test_an_evaluation_between_any_two_moments_leaves_the_micro_batch_with_full_units(
     uses: tuple[Use, ...], prefetch: Prefetch, data: st.DataObject
 ) -> None:
-    moments = forward_moments(uses) + backward_moments(uses)
-    at = data.draw(st.sampled_from([0, 2 * len(uses), len(moments)]))  # before forward, before backward, after both
+    forward = forward_moments(uses)
+    moments = forward + backward_moments(uses)
+    at = data.draw(st.sampled_from([0, len(forward), len(moments)]))  # before forward, before backward, after both
     units, training = ScheduledUnits(uses), training_schedule(uses, prefetch)
     units.run(training, moments[:at])
-    units.run(evaluation_schedule(uses, prefetch), forward_moments(uses))
+    units.run(evaluation_schedule(uses, prefetch), forward_moments(uses, is_training=False))
     units.run(training, moments[at:])
 
 
