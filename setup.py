@@ -25,5 +25,5 @@ setup(
     cmdclass={"build_py": BuildAnew},
     packages=[*find_packages(include=["megatron_zpp*"]), *FOLDERS],
     package_dir=FOLDERS,
-    package_data={"megatron_zpp.csrc": ["**/*.cpp", "**/*.cu", "**/*.h", "*.txt"]},
+    package_data={"megatron_zpp": ["py.typed"], "megatron_zpp.csrc": ["**/*.cpp", "**/*.cu", "**/*.h", "*.txt"]},
 )

@@ -59,7 +59,7 @@ def check_model(folder: Path, manifest: Manifest, model: ModelConfig, units: Seq
     rotation = [] if may_rotate_otherwise else rotation_differences(manifest, model)
     stored, expected = manifest.shapes, {param.name: param.whole_shape for unit in units for param in unit.params}
     if not differing and dict(stored) != expected:
-        differing = [_first_difference(stored, expected)]
+        differing = [first_difference(stored, expected)]
     if not differing and rotation:
         raise CheckpointError(
             f"{folder} was trained with other rotary positions: {'; '.join(rotation)}; give the flags of the checkpoint, or --finetune to "
@@ -107,6 +107,7 @@ def _flags(manifest: Manifest) -> dict[str, Any]:
     return DEFAULTS | flags_of(manifest, "model")
 
 
-def _first_difference(stored: Shapes, expected: Shapes) -> str:
+def first_difference(stored: Shapes, expected: Shapes) -> str:
+    """The first name whose shapes differ, with both of them."""
     name = min(name for name in {*stored, *expected} if stored.get(name) != expected.get(name))
     return f"{name} has shape {stored.get(name)} there and {expected.get(name)} here"

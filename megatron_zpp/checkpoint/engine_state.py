@@ -51,6 +51,7 @@ def manifest_of(engine: ZeroEngine, progress: Progress, flags: Mapping[str, Any]
             **_what_was_read(progress),
             "optimizer_steps": engine.optimizer.steps,
             **_unused_steps(engine),
+            **_frozen(engine),
             "loss_scaler": engine.loss_scaler.state(),
         },
         flags=flags,
@@ -68,6 +69,12 @@ def _unused_steps(engine: ZeroEngine) -> dict[str, Any]:
     """The updates that have passed parameters over, if there are any."""
     unused = engine.optimizer.unused_steps
     return {"unused_steps": unused} if unused else {}
+
+
+def _frozen(engine: ZeroEngine) -> dict[str, Any]:
+    """The parameters that have no optimizer state, if there are any."""
+    frozen = [placed.spec.name for unit in engine.units if not unit.trains for placed in unit.layout.params]
+    return {"frozen": frozen} if frozen else {}
 
 
 def _what_was_read(progress: Progress) -> dict[str, Any]:

@@ -94,15 +94,16 @@ def meant_instead_of(directory: Path) -> str:
     return f" (did you mean {meant[0]}?)" if meant else ""
 
 
-def find_checkpoint(directory: Path, step: int | None) -> Path | None:
+def find_checkpoint(directory: Path, step: int | None, choice: str = "--ckpt-step") -> Path | None:
     """The folder to load: that of iteration `step`, or of the latest iteration if step is None. None if `directory` holds no checkpoint.
 
+    choice: the flag or argument that chooses an iteration, for errors.
     Raises CheckpointError if iteration `step` is missing, if `directory` is itself a checkpoint, or if another program wrote what it holds,
     and LatestError if the latest iteration cannot be determined or is missing.
     """
-    _refuse_a_checkpoint(directory)
+    _refuse_a_checkpoint(directory, choice)
     try:
-        folder = _named_folder(directory, step)
+        folder = _named_folder(directory, step, choice)
     except CheckpointError:
         _refuse_other_programs(directory)
         raise
@@ -111,25 +112,25 @@ def find_checkpoint(directory: Path, step: int | None) -> Path | None:
     return folder
 
 
-def _named_folder(directory: Path, step: int | None) -> Path | None:
+def _named_folder(directory: Path, step: int | None, choice: str) -> Path | None:
     if step is not None:
         folder = _in_place(iteration_folder(directory, step))
         if folder is None:
-            raise CheckpointError(f"--ckpt-step {step}: {directory} holds no checkpoint of this iteration; it holds {_existing(directory)}")
+            raise CheckpointError(f"{choice} {step}: {directory} holds no checkpoint of this iteration; it holds {_existing(directory)}")
         return folder
     latest = directory / LATEST_FILE
-    text = read_latest(directory)
+    text = read_latest(directory, f"name another folder, or choose an iteration with {choice}")
     if text is None:
         return None
     if text != RELEASE and not (text.isascii() and text.isdigit() and len(text) < 20):
         raise LatestError(
-            f"{latest} holds {text[:40]!r} instead of an iteration; choose one with --ckpt-step, {directory} holds {_existing(directory)}"
+            f"{latest} holds {text[:40]!r} instead of an iteration; choose one with {choice}, {directory} holds {_existing(directory)}"
         )
     named = directory / RELEASE if text == RELEASE else iteration_folder(directory, int(text))
     folder = _in_place(named)
     if folder is None:
         raise LatestError(
-            f"{latest} names {text}, which {directory} does not hold; choose one with --ckpt-step, it holds {_existing(directory)}", named
+            f"{latest} names {text}, which {directory} does not hold; choose one with {choice}, it holds {_existing(directory)}", named
         )
     return folder
 
@@ -244,13 +245,14 @@ def complete_iterations(directory: Path) -> list[int]:
     return [iteration for iteration in saved_iterations(directory) if is_whole(iteration_folder(directory, iteration))]
 
 
-def _refuse_a_checkpoint(directory: Path) -> None:
+def _refuse_a_checkpoint(directory: Path, choice: str) -> None:
     """Raises CheckpointError if the folder is one checkpoint instead of a folder of checkpoints."""
     match = _NAME.fullmatch(Path(os.path.abspath(directory)).name)
     if match is None or match["stage"] or not (directory / MANIFEST_FILE).is_file():
         return
-    choice = f" (with --load, --ckpt-step {int(match['iteration'])} chooses this iteration)" if match["iteration"] else ""
-    raise CheckpointError(f"{directory} is one checkpoint; give its parent folder, {os.path.normpath(directory / '..')}{choice}")
+    chosen = f"with --load, {choice}" if choice.startswith("--") else choice
+    this = f" ({chosen} {int(match['iteration'])} chooses this iteration)" if match["iteration"] else ""
+    raise CheckpointError(f"{directory} is one checkpoint; give its parent folder, {os.path.normpath(directory / '..')}{this}")
 
 
 def _refuse_other_programs(folder: Path) -> None:

@@ -95,6 +95,11 @@ class Manifest:
     pieces: tuple[StoredPiece, ...] = ()
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that have a weight and no other state."""
+        return frozenset(self.run.get("frozen", ()))
+
+    @property
     def is_release(self) -> bool:
         """Whether the checkpoint holds only weights and no state of a run."""
         return not self.run
@@ -203,6 +208,8 @@ def _run_state(found: Members, consumed_samples: int) -> Mapping[str, Any]:
         return found.values
     for key in COUNTS_OF_RUN:
         found.count(key)
+    if "frozen" in found:
+        found.texts("frozen")
     if "ordered_samples" in found:
         found.count("ordered_samples")
     if "unused_steps" in found:

@@ -61,7 +61,7 @@ class CheckpointReader:
         self._lock = open(open_regular(folder / MANIFEST_FILE), "rb")
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self._index = PieceIndex(self.manifest.pieces, self.manifest.shapes, self.manifest.states)
+        self._index = PieceIndex(self.manifest.pieces, self.manifest.shapes, self.manifest.states, self.manifest.frozen)
         self._files = {file.name: file for file in self.manifest.files}
 
     def __enter__(self) -> CheckpointReader:

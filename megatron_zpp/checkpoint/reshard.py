@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -25,6 +26,7 @@ from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, StoredPiece
 from megatron_zpp.checkpoint.source import RowSteps, Source
 from megatron_zpp.parallel.division import Stripe
 from megatron_zpp.parallel.stripes import Columns, column_numel, columns_of, converted, words_of
+from megatron_zpp.zero.policy import WEIGHT
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,18 @@ class PieceIndex:
     """Finds stripes in stored pieces.
 
     In each state of a parameter, two pieces have the same columns or columns that do not overlap, and no element is in both: see `errors`.
-    shapes: of the whole parameters. states: the element type of each state.
+    shapes: of the whole parameters. states: the element type of each state. frozen: parameters that have a weight alone.
     """
 
-    def __init__(self, pieces: Iterable[StoredPiece], shapes: Mapping[str, tuple[int, ...]], states: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        pieces: Iterable[StoredPiece],
+        shapes: Mapping[str, tuple[int, ...]],
+        states: Mapping[str, str],
+        frozen: AbstractSet[str] = frozenset(),
+    ) -> None:
         self._shapes = shapes
+        self._frozen = frozen
         self._states = states
         all_columns = {parameter: columns_of(shape) for parameter, shape in shapes.items()}
         found: dict[tuple[str, str], dict[Columns, list[StoredPiece]]] = defaultdict(lambda: defaultdict(list))
@@ -102,7 +111,7 @@ class PieceIndex:
     def errors(self) -> Iterator[str]:
         """For each state of each parameter the first elements that no piece holds or that two pieces hold."""
         for parameter, shape in self._shapes.items():
-            for state in self._states:
+            for state in [WEIGHT] if parameter in self._frozen else self._states:
                 yield from islice(self._errors_of(parameter, state, shape), 1)
 
     def _errors_of(self, parameter: str, state: str, shape: tuple[int, ...]) -> Iterator[str]:

@@ -37,12 +37,13 @@ from megatron_zpp.checkpoint.folders import (
     put_in_place,
     staged_folder,
 )
-from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, StoredFile, StoredPiece
+from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, ELEMENT_TYPE, CheckpointError, Manifest, StoredFile, StoredPiece
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.checkpoint.unfinished import SPARE_BYTES, check_room, make_unfinished, read_record, seal, write_pieces, write_record
 from megatron_zpp.parallel.initialize import gather_texts, joined_errors
 from megatron_zpp.system.owner import own_token
 from megatron_zpp.zero.pieces import Piece
+from megatron_zpp.zero.policy import WEIGHT
 
 Gather = Callable[[str], list[str]]
 Result = TypeVar("Result")
@@ -62,7 +63,9 @@ class Share:
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.values.nbytes for piece in self.pieces)
+        """Bytes in the file, where frozen weights are as wide as others."""
+        widths = {WEIGHT: ELEMENT_BYTES[ELEMENT_TYPE]}
+        return sum(piece.values.numel() * widths.get(piece.state, piece.values.itemsize) for piece in self.pieces)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from megatron_zpp.checkpoint.durable import SHARED_FOLDER, becomes_visible, write_durably
 from megatron_zpp.checkpoint.folders import Stage, delete_or_restore, left_latest_files, leftovers
 from megatron_zpp.checkpoint.manifest import (
@@ -68,14 +70,14 @@ def _in_gib(nbytes: int) -> str:
 def write_pieces(path: Path, pieces: Sequence[Piece], states: Mapping[str, str], chunk_bytes: int) -> tuple[StoredFile, list[StoredPiece]]:
     """Writes a file of one-dimensional tensors named `<parameter>.<state>.<start>`. Returns the entries of the manifest for it.
 
-    states: element type of each state. Raises RuntimeError if a piece has values of another dtype.
+    states: element type of each state. Frozen weights are widened to it. Raises RuntimeError if values of a piece would be rounded.
     """
     for piece in pieces:
-        if piece.values.dtype != DTYPES[states[piece.state]]:
+        if torch.promote_types(piece.values.dtype, DTYPES[states[piece.state]]) != DTYPES[states[piece.state]]:
             raise RuntimeError(f"{piece.parameter} ({piece.state}) is {piece.values.dtype}, its manifest says {states[piece.state]}")
-    ordered = sorted(pieces, key=lambda piece: -piece.values.itemsize)  # so that each begins at a multiple of its elements' bytes
+    ordered = sorted(pieces, key=lambda piece: -DTYPES[states[piece.state]].itemsize)  # each begins at a multiple of its elements' bytes
     layout = lay_out([TensorEntry(_tensor_name(piece), states[piece.state], (piece.stop - piece.start,)) for piece in ordered])
-    file = write_file(path, layout, (piece.values for piece in ordered), chunk_bytes)
+    file = write_file(path, layout, (piece.values.to(DTYPES[states[piece.state]]) for piece in ordered), chunk_bytes)
     offsets: dict[tuple[str, int, int, Columns | None], dict[str, int]] = {}
     for piece, offset in zip(ordered, layout.offsets, strict=True):
         offsets.setdefault((piece.parameter, piece.start, piece.stop, piece.columns), {})[piece.state] = offset

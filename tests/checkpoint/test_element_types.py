@@ -55,9 +55,14 @@ def test_values_are_cast_to_the_dtype_of_what_they_fill(tmp_path: Path) -> None:
     assert torch.equal(found[1].values, whole["down", "weight"].bfloat16().view(-1))
 
 
-def test_values_of_another_dtype_than_the_manifest_says_are_a_broken_invariant(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="norm \\(weight\\) is torch.bfloat16, its manifest says F32"):
-        write_pieces(tmp_path / "f", [Piece("norm", "weight", 0, 2, torch.zeros(2, dtype=torch.bfloat16))], {"weight": "F32"}, 64)
+def test_values_are_widened_to_what_the_manifest_says_and_never_rounded(tmp_path: Path) -> None:
+    values = torch.tensor([1.5, 2.0**-120])
+    write_pieces(tmp_path / "f", [Piece("norm", "weight", 0, 2, values.bfloat16())], {"weight": "F32"}, 64)
+    with safe_open(tmp_path / "f", framework="pt") as file:
+        assert torch.equal(file.get_tensor("norm.weight.0"), values)
+    for element_type, dtype in (("BF16", "float32"), ("F16", "bfloat16")):
+        with pytest.raises(RuntimeError, match=f"norm \\(weight\\) is torch.{dtype}, its manifest says {element_type}"):
+            write_pieces(tmp_path / "g", [Piece("norm", "weight", 0, 2, values.to(getattr(torch, dtype)))], {"weight": element_type}, 64)
 
 
 @pytest.mark.parametrize("world", [World(1, 2), World(4, 1)], ids=str)

@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import yaml
 from harness.places import ROOT
 
 import pretrain_zeropp_gpt
-from megatron_zpp import __version__
+from megatron_zpp import __all__, __version__
 from megatron_zpp.checkpoint.engine_state import versions
 from megatron_zpp.ops.build import INSTALLED_SOURCES, SOURCES, Build
 
@@ -112,6 +113,7 @@ def test_a_wheel_holds_package_entry_tools_and_kernels_and_nothing_else(tmp_path
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_zpp").rglob("*.py")}
     assert package == {name for name in names if name.startswith("megatron_zpp/") and name.endswith(".py")}
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert "megatron_zpp/py.typed" in names
 
 
 def test_kernels_of_a_checkout_are_those_of_a_wheel(tmp_path: Path) -> None:
@@ -121,6 +123,38 @@ def test_kernels_of_a_checkout_are_those_of_a_wheel(tmp_path: Path) -> None:
     for architectures in ((), ("9.0",)):
         assert Build(sources=installed, cuda_architectures=architectures).key() == Build(cuda_architectures=architectures).key()
     assert Build(sources=installed, cuda_architectures=("9.0",)).nvcc_flags() == Build(cuda_architectures=("9.0",)).nvcc_flags()
+
+
+def test_a_program_that_imports_from_an_installed_wheel_sees_its_types(tmp_path: Path) -> None:
+    """Without those of torch, which take mypy half a minute."""
+    venv.create(tmp_path / "env", with_pip=False)
+    packages = next((tmp_path / "env" / "lib").glob("*/site-packages"))
+    wheel(tmp_path).extractall(packages)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-torch.*,safetensors.*,numpy.*]\nignore_missing_imports = true\n")
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", tmp_path / "env" / "bin" / "python", "--no-color-output", "program.py"]
+    printed = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert re.findall(r"program\.py:(\d+): \w+: (.*)", printed) == [
+        ("5", 'Revealed type is "megatron_zpp.zero.engine.ZeroEngine"'),
+        ("6", 'Revealed type is "megatron_zpp.zero.optimizer_step.StepResult"'),
+        ("7", 'Revealed type is "megatron_zpp.checkpoint.sharded_module.Restored"'),
+        ("8", 'Revealed type is "megatron_zpp.checkpoint.sharded_module.Restored | None"'),
+        ("9", 'Argument 2 to "save" has incompatible type "int"; expected "str | PathLike[str]"  [arg-type]'),
+        ("10", 'Module "megatron_zpp" has no attribute "shards"; maybe "shard"?  [attr-defined]'),
+    ], printed
+
+
+PROGRAM = f"""from torch import nn
+from megatron_zpp import {", ".join(__all__)}
+
+engine = shard(nn.Linear(2, 2), [""], EngineOptions(policy=ZEROPP))
+reveal_type(engine)
+reveal_type(engine.step(learning_rate=1e-3))
+reveal_type(load(engine, "folder"))
+reveal_type(load(engine, "folder", missing_ok=True))
+save(engine, 3)
+from megatron_zpp import shards
+"""
 
 
 def citation() -> dict[str, object]:
