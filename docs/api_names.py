@@ -23,10 +23,13 @@ class Page:
 SHARDING = Page(
     "sharding.md",
     "API: sharding a module",
-    "Shards any `nn.Module` and trains it. [Coming from FSDP2](../coming_from_fsdp2.md#a-module-of-your-own) has a program that begins "
+    "Shards any `nn.Module` and trains it. `from megatron_zpp import shard, save, load, ...` works for the names that a program needs. [Coming from FSDP2](../coming_from_fsdp2.md#a-module-of-your-own) has a program that begins "
     "with `shard`, and [examples/shard_your_own_module.py](../../examples/shard_your_own_module.py) is a whole one.",
     (
         "zero/shard.py:shard",
+        "checkpoint/sharded_module.py:save",
+        "checkpoint/sharded_module.py:load",
+        "checkpoint/sharded_module.py:Restored",
         "zero/shard.py:full_weights",
         "zero/shard.py:leave_world",
         "zero/engine_options.py:EngineOptions",
@@ -55,6 +58,7 @@ POLICIES = Page(
     (
         "zero/policy.py:POLICIES",
         "zero/policy.py:ZEROPP",
+        "zero/policy.py:LEAN",
         "zero/policy.py:with_quantized_weights",
         "zero/policy.py:with_secondary_weights",
         "zero/policy.py:with_quantized_gradients",

@@ -23,9 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the packag
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.policy import ZEROPP
-from megatron_zpp.zero.shard import full_weights, leave_world, shard
+from megatron_zpp import ZEROPP, EngineOptions, full_weights, leave_world, shard
 
 
 def main() -> None:
@@ -38,7 +36,8 @@ def main() -> None:
     torch.manual_seed(0)  # every rank makes the same first weights
     model = read_or_make_model(args.model)
     layers = [f"model.layers.{index}" for index in range(len(model.model.layers))]
-    engine = shard(model, ["model.embed_tokens", *layers, "model.norm", "lm_head"], EngineOptions(policy=ZEROPP, dtype=torch.bfloat16))
+    units = ["model.embed_tokens", *layers, "lm_head"]  # the last norm is in none of them, and so in the unit of the whole model
+    engine = shard(model, units, EngineOptions(policy=ZEROPP, dtype=torch.bfloat16))
     for buffer in model.buffers():
         buffer.data = buffer.to(engine.device)  # shard() moves parameters only
     model.train()
@@ -66,9 +65,10 @@ def main() -> None:
     leave_world()
 
 
-def read_or_make_model(folder: str | None) -> Any:
+def read_or_make_model(folder: str | None, dtype: torch.dtype | str = torch.float32) -> Any:
+    """dtype: of the weights that are read; "auto" is the one in which they were saved."""
     if folder is not None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     small = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
     return AutoModelForCausalLM.from_config(small)
 

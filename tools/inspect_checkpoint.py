@@ -59,7 +59,13 @@ def checkpoint_lines(reader: CheckpointReader) -> Iterator[str]:
         f"  {counted(len(manifest.files), 'file')}, {nbytes} bytes, {counted(len(manifest.pieces), 'piece')}, "
         f"chunks of {manifest.chunk_bytes} bytes"
     )
-    for title, members in (("topology", manifest.topology), ("versions", manifest.versions), ("run", manifest.run)):
+    run = dict(manifest.run)
+    frozen, of_module = manifest.frozen, run.pop("module", {})
+    if frozen:
+        run["frozen"] = counted(len(frozen), "parameter")
+    if isinstance(of_module, dict) and "extra" in of_module:
+        run["extra"] = of_module["extra"]
+    for title, members in (("topology", manifest.topology), ("versions", manifest.versions), ("run", run)):
         if members:
             yield f"  {title}: {_pairs(members)}"
     model = manifest.flags.get("model")

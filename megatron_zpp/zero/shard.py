@@ -1,6 +1,6 @@
 """Shards any module: the entry point for programs other than the training script.
 
-    from megatron_zpp.zero.shard import leave_world, shard
+    from megatron_zpp import leave_world, shard
 
     engine = shard(model, ["embedding", "blocks.0", "blocks.1", "head"])  # ZeRO-3 in fp32
     for batch in batches:
@@ -74,18 +74,21 @@ def shard(
     The world is that of torch.distributed if it is initialized; otherwise this process is a world of one. With torch.distributed,
     parameters move to the current CUDA device if it uses NCCL, else to the CPU. Without it they stay where they are.
 
-    module: its parameters are in fp32, bf16 or fp16, and all of them are trained. They keep their values, which must be the same on every
-        rank (call torch.manual_seed first). New nn.Parameter objects replace them, so do not make an optimizer of your own. Shard a module
-        only once. Build a module that is too large for one device on the meta device, and pass `initialize`.
+    module: its parameters are in fp32, bf16 or fp16. They keep their values, which must be the same on every rank (call torch.manual_seed
+        first). New nn.Parameter objects replace them, so do not make an optimizer of your own. Shard a module only once. Build a module
+        that is too large for one device on the meta device, and pass `initialize`. Parameters that do not require gradients are frozen:
+        they are gathered like others and rest in the type that they have, without gradients and optimizer state. No step changes them, so
+        what is kept within a step stays: with hpZ and in stages 0 to 2 they cross links once.
     units: paths of submodules, such as "blocks.0", in the order in which forward calls them. The parameters of a unit are gathered
         together before the submodule is called, and freed after it. Larger units make fewer, larger messages and need more memory.
-        Every parameter must be in a unit, and no unit may be inside another. A parameter that two units share (tied weights) belongs to
-        the first of them, and is gathered for the call of the other as well.
+        No unit may be inside another. What is in none of them belongs to the root, a unit that is gathered when the module is called and
+        freed after its backward. A parameter that two units share (tied weights) belongs to the first of them, and is gathered for the
+        call of the other as well.
     options: EngineOptions (zero/engine_options.py), with these fields:
         policy: where weights, gradients and optimizer state rest and how they cross the links. POLICIES[0] to POLICIES[3] are the ZeRO
-            stages, ZEROPP is ZeRO++ (all from megatron_zpp.zero.policy); its functions with_... add one feature. Default: ZeRO-3.
-        dtype: of weights in forward and backward, and of gradients: torch.float32 (default), bfloat16 or float16. Main weights, sums of
-            gradients and optimizer state are always fp32. The caller casts inputs and buffers.
+            stages, ZEROPP is ZeRO++, LEAN has the fewest bytes between nodes; the functions with_... add one feature. Default: ZeRO-3.
+        dtype: of weights in forward and backward, and of gradients: torch.float32 (default), bfloat16 or float16. Main weights of what is
+            trained, sums of gradients and optimizer state are always fp32. The caller casts inputs and buffers.
         block_numel: neighbouring values that share a scale where values are quantized, a multiple of 32. Default: 256.
         prefetch: how many units ahead of need weights are gathered: Prefetch(inter_uses=2, intra_uses=1).
         adam: AdamOptions(beta1, beta2, eps, weight_decay, backend). Parameters of one dimension (norm gains, biases) do not decay.
@@ -97,8 +100,9 @@ def shard(
             comm/codecs.py:make_codec. Plans of memory and time assume that default.
         observer: receives the phases of a step (monitor/observer.py). Default: one that does nothing.
     uses: every module call of a forward in order, with the paths of the units that it reads (parallel/specs.py:Use). Default: one call per
-        unit, which reads that unit and those that share parameters with it. Needed if a call reads other units too, for example because a
-        weight is passed as an argument, or if several units are recomputed together.
+        unit, which reads that unit and those that share parameters with it; before them that of the module "", if it has a root (its unit
+        is "(root)"). Needed if a call reads other units too, for example because a weight is passed as an argument, or if several units
+        are recomputed together.
     grid: Grid(world_size, ranks_per_node, partition_ranks). Ranks of a node must be consecutive. Weights climb first between
         partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: the nodes of the launcher
         (torchrun sets LOCAL_WORLD_SIZE), with one partition per node.
@@ -133,25 +137,27 @@ def shard(
     module itself calls a unit under torch.no_grad() on every rank or on none. It must call the last unit on every rank: in evaluation
     always, in training unless engine.backward() is the next call after the forward.
 
-    Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, with shared parameters once; to keep less on a device,
-    read full_weights() parameter by parameter. It has no buffers: add those of module.named_buffers(). Load it before shard(), with
-    module.load_state_dict(..., strict=False). Adam's moments: checkpoint/engine_state.py saves and loads them with the weights, in any
-    world.
+    Saving: save() and load() (checkpoint/sharded_module.py) for all states, in any world. `dict(full_weights(engine))` is a state dict of the
+    parameters in fp32, with shared parameters once and without buffers (add those of module.named_buffers()); to keep less on a device,
+    read full_weights() parameter by parameter. Load it before shard(), with module.load_state_dict(..., strict=False).
 
     Not supported; what would give wrong numbers is refused, except where a line says otherwise:
 
-    - frozen parameters, sparse gradients, an optimizer of your own, copies and pickles of the module;
-    - a submodule that is called more than once in a forward;
-    - a parameter that is read outside of the call of its unit (it is NaN there), or written to (through `.data` it goes unnoticed);
+    - sparse gradients, an optimizer of your own, copies and pickles of the module; freezing later, or training what was frozen;
+    - a unit that is called more than once in a forward;
+    - inputs that require gradients on some ranks only, where nothing up to a unit is trained;
+    - a parameter that is read outside of the call of its unit or, if it belongs to the root, of the module (it is NaN there), or written to
+      (through `.data` it goes unnoticed);
     - a parameter from before shard(), such as one in a list that the module keeps;
-    - a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries;
+    - a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries; a module that
+      returns weights of the root;
     - writing in place to what a unit returns while something else holds it (unnoticed where the unit returned its own input);
     - a loss that reads the inside of a unit without reading what the unit returns, or that goes through the modules of two engines;
     - torch.autograd.grad() through the module, as for a gradient penalty;
     - torch.compile over more than a unit, and one torch.autocast around several forwards, unless with cache_enabled=False.
 
-    After an error in backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the device
-    where the caller puts them.
+    After an error in forward that all ranks have met alike, go on with the next forward. After one in backward() the module and its engine
+    must be made anew: some gradients are missing. Buffers are left alone: each rank has its own, on the device where the caller puts them.
 
     Raises UserError on every rank if the arguments of any rank break these rules, or if arguments or first values differ between ranks. It
     names the parameter or unit and the remedy, and leaves the module as it was (except for an error in values of `initialize`).
@@ -208,7 +214,7 @@ def leave_world() -> None:
 
 
 def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yields path and whole fp32 main weight of every parameter, on the engine's device. Every rank must read it to the end.
+    """Yields path and whole main weight of every parameter, in fp32 on the engine's device. Every rank must read it to the end.
 
     One unit is gathered at a time. The values are those that the optimizer updates; no codec has changed them.
     """

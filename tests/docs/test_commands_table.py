@@ -143,8 +143,12 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "deepspeed --hostfile hosts pretrain_gpt.py ...": "It is what users of DeepSpeed write; ours stands beside it.",
     # Examples
     "python examples/shard_your_own_module.py": f"{EXAMPLES}::test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks",
-    "torchrun --nproc-per-node 2 examples/shard_your_own_module.py": (
-        f"{EXAMPLES}::test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks"
+    "python examples/lora.py": f"{EXAMPLES}::test_adapters_learn_beside_a_frozen_model_and_are_saved_alone",
+    "torchrun --nproc-per-node 2 examples/shard_your_own_module.py --checkpoints my_checkpoints": (
+        f"{EXAMPLES}::test_a_module_of_your_own_goes_on_from_what_it_saved"
+    ),
+    "torchrun --nproc-per-node 2 examples/lora.py --model my_llama --text my_text.txt --save my_adapters.safetensors": (
+        f"{EXAMPLES}::test_adapters_learn_beside_a_frozen_model_and_are_saved_alone"
     ),
     "python examples/codec_of_your_own.py": f"{EXAMPLES}::test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well",
     "python examples/hugging_face_model.py": f"{EXAMPLES}::test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved",

@@ -28,7 +28,7 @@ BLOCKS = {
     (CHECKPOINTS, "DIR/latest"): "tests/docs/test_commands_run.py, by the files of a checkpoint",
     (CHECKPOINTS, '"shapes"'): "test_a_matrix_in_two_parts_of_columns_is_read_as_it_is_drawn",
     (CHECKPOINTS, "import json"): "tests/checkpoint/test_resharding.py, and by the drawn matrix",
-    (FSDP2, "import torch"): "test_the_program_for_a_module_of_your_own_trains_on_two_ranks",
+    (FSDP2, "import torch"): "test_the_program_for_a_module_of_your_own_trains_on_two_ranks_and_goes_on_from_what_it_saved",
     (GLOSSARY, "                       column"): "test_ranks_own_the_slices_and_share_the_links_that_are_drawn",
     (GLOSSARY, "    rank 0 climbs"): "test_ranks_own_the_slices_and_share_the_links_that_are_drawn",
     (GLOSSARY, "    | codes of"): "test_the_payload_has_the_bytes_that_are_drawn",
@@ -132,13 +132,17 @@ def loss_of(output):
 """
 
 
-def test_the_program_for_a_module_of_your_own_trains_on_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_program_for_a_module_of_your_own_trains_on_two_ranks_and_goes_on_from_what_it_saved(ranks: RankPool, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    batches = "batches = [torch.arange(8)] * 40\n"
-    program.write_text(f"{OWN_MODULE}{block_of(FSDP2, 'import torch').replace('for batch', batches + 'for batch', 1)}")
-    for printed in ranks.run(1, 2, output_of_program, str(program)):
-        losses = [float(line) for line in printed.splitlines()]
-        assert len(losses) == 40 and losses[-1] < 0.9 * losses[0]
+    page = block_of(FSDP2, "import torch").replace('"checkpoints"', repr(str(tmp_path / "checkpoints"))).replace("1000 == 999", "10 == 9")
+    found: list[float] = []
+    for steps in (25, 40):
+        program.write_text(f"{OWN_MODULE}\nsteps = {steps}\nbatch_of = lambda step: torch.arange(8)\n{page}")
+        first, second = ranks.run(1, 2, output_of_program, str(program))
+        assert first == second
+        found += [float(line) for line in first.splitlines()]
+    assert len(found) == 25 + 20 and found[20:25] == found[25:30]  # the second run begins after step 20
+    assert found[-1] < 0.9 * found[0]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -11,6 +11,7 @@ from harness import forked
 from harness.example_runs import output_of_example
 from harness.places import ROOT
 from harness.rank_pool import RankPool
+from safetensors.torch import load_file
 
 LOSS = re.compile(r"loss (\d+\.\d+)(?: to (\d+\.\d+))?")
 
@@ -38,6 +39,14 @@ def test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks(ranks: RankP
     assert losses(first) == pytest.approx(losses(alone), abs=2e-4)
 
 
+def test_a_module_of_your_own_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    whole = printed_by("shard_your_own_module.py")
+    printed_by("shard_your_own_module.py", "--checkpoints", tmp_path, "--steps", 15)
+    rest = printed_by("shard_your_own_module.py", "--checkpoints", tmp_path)
+    assert losses(rest) == losses(whole)[3:]  # from step 10 on, to the digit
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000010", "iter_0000020"]
+
+
 def test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well() -> None:
     plain, coded = printed_by("codec_of_your_own.py").splitlines()
     plain_bytes, coded_bytes = (int(re.findall(r"(\d+) bytes", line)[0]) for line in (plain, coded))
@@ -56,3 +65,15 @@ def test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved(tm
     ids = torch.tensor(list((ROOT / "examples/hugging_face_model.py").read_bytes())[:1024]).view(-1, 64)
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids, labels=ids).loss.item()
     assert saved == pytest.approx(last, rel=0.1)  # other samples of the same text
+
+
+def test_adapters_learn_beside_a_frozen_model_and_are_saved_alone(tmp_path: Path) -> None:
+    file = tmp_path / "adapters.safetensors"
+    printed = printed_by("lora.py", "--save", file)
+    first, *_, last = losses(printed)
+    assert last < first - 0.2
+    weights = load_file(file)
+    places = [f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ("q_proj", "v_proj")]
+    assert weights.keys() == {f"{place}.{matrix}.weight" for place in places for matrix in ("down", "up")}
+    assert all(weight.any() for weight in weights.values())
+    assert f"trained {sum(weight.numel() for weight in weights.values())} weights" in printed

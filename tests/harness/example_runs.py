@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import runpy
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +27,8 @@ def output_of_example(name: str) -> str:
 def output_of_program(path: str) -> str:
     """What a program in Python prints on this rank."""
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [path])
         runpy.run_path(path, run_name="__main__")
     return printed.getvalue()
 
