@@ -23,7 +23,8 @@ class Page:
 SHARDING = Page(
     "sharding.md",
     "API: sharding a module",
-    "Shards any `nn.Module` and trains it. `from megatron_zpp import shard, save, load, ...` works for the names that a program needs. [Coming from FSDP2](../coming_from_fsdp2.md#a-module-of-your-own) has a program that begins "
+    "Shards any `nn.Module` and trains it. `from megatron_zpp import shard, save, load` works, and so it does for the other names that a "
+    "program needs. [Coming from FSDP2](../coming_from_fsdp2.md#a-module-of-your-own) has a program that begins "
     "with `shard`, and [examples/shard_your_own_module.py](../../examples/shard_your_own_module.py) is a whole one.",
     (
         "zero/shard.py:shard",

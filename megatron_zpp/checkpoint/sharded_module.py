@@ -45,6 +45,7 @@ from megatron_zpp.zero.alike import check_alike, raising_alike, texts_of_ranks
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.pieces import parameters
 
+_log = logging.getLogger(__name__)
 _OF_MODULE = "module"  # the member of Manifest.run that only checkpoints of `save` have
 
 
@@ -91,7 +92,11 @@ def save(
         if engine.rank == 0:
             lock = _locked(Path(folder))
     try:
-        saver.save(manifest)
+        saved = saver.save(manifest)
+        if saved is not None:  # on rank 0
+            _log.info("saved step %d in %s: %.3f GiB in %.3f s", number, folder, saved.nbytes / 2**30, saved.seconds)
+            for kept in saved.not_deleted:
+                _log.warning("could not delete the checkpoint of step %d in %s: it is being read, or the file system refuses", kept, folder)
     finally:
         if lock is not None:
             lock.release()
@@ -153,6 +158,8 @@ def load(
         for path, buffer in _persistent_buffers(engine.module):
             if path in buffers:
                 buffer.copy_(buffers[path])
+    if engine.rank == 0:
+        _log.info("loaded step %d from %s", reader.manifest.iteration, reader.folder)
     return Restored(reader.manifest.iteration, own.members("extra").values)
 
 
@@ -177,7 +184,7 @@ def _locked(folder: Path) -> RunLock:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be made ({error.strerror}); give another folder") from error
-    return take_lock(folder, Job(flag="folder"), logging.getLogger("megatron_zpp").warning)
+    return take_lock(folder, Job(flag="folder"), _log.warning)
 
 
 def _weight_code(engine: ZeroEngine) -> str:

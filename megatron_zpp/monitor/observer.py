@@ -13,6 +13,11 @@ Span = Callable[[str], AbstractContextManager[object]]
 class Observer:
     """Observer of a step's phases, hops and units that ignores all of them."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it listens now. If not, what is named for it alone may be left out."""
+        return False
+
     def phase(self, name: str) -> AbstractContextManager[object]:
         """The context around a phase of the step; names are those of monitor.timers.TIMER_LEVELS."""
         return _NOTHING
@@ -36,6 +41,10 @@ class StepObserver(Observer):
         self._of_ranges = ranges
         self._unit: AbstractContextManager[object] | None = None
 
+    @property
+    def is_on(self) -> bool:
+        return True
+
     def phase(self, name: str) -> AbstractContextManager[object]:
         return _all_of(self._of_phases, name)
 
@@ -44,7 +53,7 @@ class StepObserver(Observer):
 
     def begin_unit(self, verb: str, name: str) -> None:
         self.end_unit()
-        if self._of_ranges:
+        if self._of_ranges and self.is_on:
             self._unit = _all_of(self._of_ranges, f"{verb} {name}")
             self._unit.__enter__()
 

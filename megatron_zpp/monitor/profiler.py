@@ -10,9 +10,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from torch import autograd
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megatron_zpp.monitor.observer import StepObserver
 from megatron_zpp.system.output_file import new_file
 
 LARGEST_ENTRIES = 1_000_000  # how many of the latest allocations and frees are kept; each costs a few hundred bytes of host memory
@@ -62,6 +64,23 @@ class Profiler:
         running.export_chrome_trace(str(path))
         move_units_to_a_row(path)
         return f"profile of iterations {self._first_iteration} to {last_iteration} on rank {self._rank}: {path}"
+
+
+class LabelObserver(StepObserver):
+    """Names phases, hops and units in the traces of a program that runs torch's profiler itself. Without one they cost next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__((), (record_function,))
+
+    @property
+    def is_on(self) -> bool:
+        return bool(autograd.profiler._is_profiler_enabled)
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        return super().phase(name) if self.is_on else nullcontext()
+
+    def hop(self, name: str) -> AbstractContextManager[object]:
+        return super().hop(name) if self.is_on else nullcontext()
 
 
 def _all_threads() -> _ExperimentalConfig | None:

@@ -17,10 +17,12 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import logging
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -34,8 +36,11 @@ from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Links
+from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.config.counted import counted
+from megatron_zpp.monitor.observer import Observer
+from megatron_zpp.monitor.profiler import LabelObserver
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
 from megatron_zpp.parallel.grid import Grid
@@ -54,6 +59,7 @@ from megatron_zpp.zero.pieces import parameters, resting_pieces
 from megatron_zpp.zero.policy import WEIGHT, Policy, Rung
 from megatron_zpp.zero.refusals import refuse_replaced, refuse_state_dicts
 
+_log = logging.getLogger(__name__)
 _engines = itertools.count()  # every rank makes them in the same order
 
 
@@ -98,7 +104,8 @@ def shard(
         counts_zeros: whether a step counts the zeros in the mean gradient. Default: False.
         make_codec: called with a code of the policy, a dtype and block_numel, returns a codec (rules: comm/codec.py:Codec). Default:
             comm/codecs.py:make_codec. Plans of memory and time assume that default.
-        observer: receives the phases of a step (monitor/observer.py). Default: one that does nothing.
+        observer: receives phases, hops and units of a step (monitor/observer.py). Default: one that names them in the traces of torch's
+            profiler.
     uses: every module call of a forward in order, with the paths of the units that it reads (parallel/specs.py:Use). Default: one call per
         unit, which reads that unit and those that share parameters with it; before them that of the module "", if it has a root (its unit
         is "(root)"). Needed if a call reads other units too, for example because a weight is passed as an argument, or if several units
@@ -137,9 +144,9 @@ def shard(
     module itself calls a unit under torch.no_grad() on every rank or on none. It must call the last unit on every rank: in evaluation
     always, in training unless engine.backward() is the next call after the forward.
 
-    Saving: save() and load() (checkpoint/sharded_module.py) for all states, in any world. `dict(full_weights(engine))` is a state dict of the
-    parameters in fp32, with shared parameters once and without buffers (add those of module.named_buffers()); to keep less on a device,
-    read full_weights() parameter by parameter. Load it before shard(), with module.load_state_dict(..., strict=False).
+    Saving: save() and load() (checkpoint/sharded_module.py) for all states, in any world. `dict(full_weights(engine))` is a state dict of
+    the parameters in fp32, with shared parameters once and without buffers (add those of module.named_buffers()); to keep less on a
+    device, read full_weights() parameter by parameter. Load it before shard(), with module.load_state_dict(..., strict=False).
 
     Not supported; what would give wrong numbers is refused, except where a line says otherwise:
 
@@ -179,10 +186,12 @@ def shard(
 
     groups = make_lane_groups(grid, rank, timeout, device) if backend is None else {}
     backend = backend or TorchBackend(grid, rank, groups)
+    if type(options.observer) is Observer:
+        options = replace(options, observer=LabelObserver())  # of this engine alone, for it remembers the unit that computes
     lanes = _make_lanes(rank, world_size, device, has_groups=bool(groups))
     if groups and device.type == "cuda":
         send_first_messages(backend, lanes, device)
-    links = Links(backend, lanes, Ledger(grid, rank), device)
+    links = Links(backend, ObservedLanes(lanes, options.observer), Ledger(grid, rank), device)
     remind = partial(_remind_to_close, rank)
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, links, loss_scaler, partial(_end_groups, links, groups, remind))
     if isinstance(backend, VirtualBackend):
@@ -201,6 +210,7 @@ def shard(
             refuse_replaced(path, parameter)
     if groups:
         atexit.register(remind)
+    _tell(engine)
     return engine
 
 
@@ -385,9 +395,31 @@ def _end_groups(links: Links, groups: Mapping[Lane, dist.ProcessGroup], remind: 
 def _remind_to_close(rank: int) -> None:
     """Says what is wrong with a program that ends before it has closed its engine, unless it ends in a traceback."""
     if not hasattr(sys, "last_type"):
-        print(
-            f"rank {rank}: the program ends before engine.close(), so an error in weights gathered ahead would not be seen, and threads of "
-            "the collectives may abort the process; end the program with engine.close(), then leave_world()",
-            file=sys.stderr,
-            flush=True,
+        _log.warning(
+            "rank %d: the program ends before engine.close(), so an error in weights gathered ahead would not be seen, and threads of the "
+            "collectives may abort the process; end the program with engine.close(), then leave_world()",
+            rank,
         )
+
+
+def _tell(engine: ZeroEngine) -> None:
+    """Says once per world what was sharded."""
+    if engine.rank or not _log.isEnabledFor(logging.INFO):
+        return
+    of_units = [(unit.trains, sum(placed.numel for placed in unit.layout.params)) for unit in engine.units]
+    grid, policy = engine.links.grid, engine.options.policy
+    _log.info(
+        "sharded %d parameters, of which %d are trained, in %s among %s on %s, %s per partition; they rest on the %s rung, within a step on "
+        "the %s one, and cross links in %s bits between partitions and %s inside; gradients rest on the %s rung; kernels: %s",
+        sum(numel for _, numel in of_units),
+        sum(numel for trains, numel in of_units if trains),
+        counted(len(of_units), "unit"),
+        counted(grid.world_size, "rank"),
+        counted(grid.nodes, "node"),
+        grid.partition_ranks,
+        policy.optimizer.name.lower(),
+        policy.weights_in_step.name.lower(),
+        *(code.bits or 8 * engine.options.dtype.itemsize for code in (policy.weight_codes.inter, policy.weight_codes.intra)),
+        policy.gradients.name.lower(),
+        "those that were built" if extension.has_kernels_for(engine.device.type) else "none, references stand in for them",
+    )
