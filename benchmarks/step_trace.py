@@ -35,7 +35,7 @@ PROFILED = 3  # the iteration: earlier ones fill caches, and lean's first one se
 TRAINING = f"--bf16 --mock-data --num-workers 0 --micro-batch-size 1 --train-iters {PROFILED} --lr 1e-4 --lr-decay-style constant"
 TRAINING += " --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
 _COMPUTED = re.compile(r"(forward|backward) (.+)")
-_HOP = re.compile(r"(\S+) ((?:inter|intra)-(?:climb|descend)) to \w+ (encode|send|decode|wait)")
+_HOP = re.compile(r"(\S+(?: \(frozen\))?) ((?:inter|intra)-(?:climb|descend)) to \w+ (encode|send|decode|wait)")
 
 
 @dataclass
@@ -88,15 +88,22 @@ def _start(network: Network, rank: int, command: Sequence[str]) -> subprocess.Po
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def step_of(events: Sequence[dict[str, Any]]) -> Step:
-    """What the events of one step's trace say of units and hops. A hop without "send" crossed nothing and is left out."""
+def step_of(events: Sequence[dict[str, Any]], digits: int = 1) -> Step:
+    """What the events of one step's trace say of units and hops. A hop without "send" crossed nothing and is left out.
+
+    digits: of the milliseconds.
+    """
+
+    def ms(microseconds: float) -> float:
+        return round(microseconds / 1000, digits)
+
     ranges = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in events if event.get("cat") == "user_annotation")
     named = [entry for entry in ranges if entry[2] in ("forward-backward", "optimizer")]
     begin, end = named[0][0], max(stop for _, stop, _ in named)
-    step = Step(_ms(end - begin))
+    step = Step(ms(end - begin))
     under_way: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     for start, stop, name in ranges:
-        first, last = _ms(start - begin), _ms(stop - begin)
+        first, last = ms(start - begin), ms(stop - begin)
         if found := _COMPUTED.fullmatch(name):
             step.computed.append([found[1], found[2], first, last])
         elif name == "optimizer":
@@ -113,10 +120,6 @@ def step_of(events: Sequence[dict[str, Any]]) -> Step:
                 if "encode" in hop and "send" in hop:
                     step.lanes.setdefault(lane, []).append([unit, *hop["encode"], hop["send"][0], first, last])
     return step
-
-
-def _ms(microseconds: float) -> float:
-    return round(microseconds / 1000, 1)
 
 
 def _parser() -> argparse.ArgumentParser:

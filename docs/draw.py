@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from drawing import house, lanes, memory, payload, quickstart, rungs, speedup, unit_life
+from drawing import house, lanes, memory, payload, quickstart, rungs, speedup, trace, unit_life
 from drawing.canvas import THEMES, Canvas, Theme
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
@@ -23,6 +23,7 @@ PICTURES: dict[str, Callable[[Theme], Canvas]] = {
     "quickstart": quickstart.draw,
     "rungs": rungs.draw,
     "speedup": speedup.draw,
+    "trace": trace.draw,
     "unit_life": unit_life.draw,
 }
 

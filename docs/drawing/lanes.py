@@ -30,7 +30,25 @@ def draw(theme: Theme) -> Canvas:
     group = (1 + len(LANES)) * ROW + GAP
     canvas = Canvas(LEFT + WIDTH + 30, TOP + len(steps) * group, theme, "One step of rank 0 over a slow link, by member of the family")
     canvas.text(14, 24, f"One step of one rank, recorded: two nodes with a link of {rate}", size=15, bold=True)
-    colours = {
+    canvas.legend(14, 40, colours(theme))
+    scale = WIDTH / max(step["milliseconds"] for step in steps.values())
+    for index, (name, step) in enumerate(steps.items()):
+        draw_step(canvas, TOP + index * group, name, step, scale)
+        x = LEFT + step["milliseconds"] * scale
+        canvas.text(
+            x - 4,
+            TOP + index * group + (1 + len(LANES)) * ROW + 14,
+            f"{step['milliseconds'] / 1000:.1f} s",
+            size=13,
+            anchor="end",
+            bold=True,
+        )
+    return canvas
+
+
+def colours(theme: Theme) -> dict[str, str]:
+    """What each colour of a step stands for."""
+    return {
         "forward": theme.accent,
         "backward": theme.slices[1],
         "update": theme.slices[2],
@@ -39,20 +57,16 @@ def draw(theme: Theme) -> Canvas:
         "inside a node": theme.intra,
         "encodes, decodes": theme.gradient,
     }
-    canvas.legend(14, 40, colours)
-    scale = WIDTH / max(step["milliseconds"] for step in steps.values())
-    for index, (name, step) in enumerate(steps.items()):
-        _step(canvas, TOP + index * group, name, step, scale)
-    return canvas
 
 
-def _step(canvas: Canvas, y: float, name: str, step: dict[str, Any], scale: float) -> None:
+def draw_step(canvas: Canvas, y: float, name: str, step: dict[str, Any], scale: float) -> None:
+    """One step of a rank (benchmarks/step_trace.py:Step): what it computes, and below it the lanes."""
     theme = canvas.theme
     canvas.text(14, y + 12, name, size=15, bold=True)
     canvas.text(LEFT - 10, y + 12, "computation", size=12, anchor="end")
-    colours = {"forward": theme.accent, "backward": theme.slices[1], "optimizer": theme.slices[2]}
+    of_phase = {"forward": theme.accent, "backward": theme.slices[1], "optimizer": theme.slices[2]}
     for phase, _, start, end in step["computed"]:
-        canvas.rect(LEFT + start * scale, y, max(0.5, (end - start) * scale), HIGH, fill=colours[phase], radius=1)
+        canvas.rect(LEFT + start * scale, y, max(0.5, (end - start) * scale), HIGH, fill=of_phase[phase], radius=1)
     for start, end in step["waits"]:
         canvas.rect(LEFT + start * scale, y + 2, max(0.0, (end - start) * scale), HIGH - 4, fill=theme.paper, radius=0)
     for row, (lane, words) in enumerate(LANES.items(), start=1):
@@ -62,7 +76,6 @@ def _step(canvas: Canvas, y: float, name: str, step: dict[str, Any], scale: floa
             _hop(canvas, y + row * ROW, lane, hop, scale)
     x = LEFT + step["milliseconds"] * scale
     canvas.line([(x, y - 4), (x, y + (1 + len(LANES)) * ROW)], stroke=theme.ink)
-    canvas.text(x - 4, y + (1 + len(LANES)) * ROW + 14, f"{step['milliseconds'] / 1000:.1f} s", size=13, anchor="end", bold=True)
 
 
 def _hop(canvas: Canvas, y: float, lane: str, hop: list[Any], scale: float) -> None:

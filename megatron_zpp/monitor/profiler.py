@@ -48,7 +48,7 @@ class Profiler:
         if self._made == self._start:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._first_iteration = iteration
-            self._profile = profile(activities=activities, record_shapes=True, experimental_config=_all_threads())
+            self._profile = profile(activities=activities, record_shapes=True, experimental_config=all_threads())
             self._profile.start()
         self._made += 1
         return said
@@ -83,7 +83,7 @@ class LabelObserver(StepObserver):
         return super().hop(name) if self.is_on else nullcontext()
 
 
-def _all_threads() -> _ExperimentalConfig | None:
+def all_threads() -> _ExperimentalConfig | None:
     """The option to profile the thread of the lanes too; None for torch 2.6, which profiles only the calling thread."""
     try:
         return _ExperimentalConfig(profile_all_threads=True)

@@ -409,7 +409,7 @@ def _tell(engine: ZeroEngine) -> None:
     of_units = [(unit.trains, sum(placed.numel for placed in unit.layout.params)) for unit in engine.units]
     grid, policy = engine.links.grid, engine.options.policy
     _log.info(
-        "sharded %d parameters, of which %d are trained, in %s among %s on %s, %s per partition; they rest on the %s rung, within a step on "
+        "sharded %d parameters, of which %d are trained, in %s among %s on %s, %s per partition; they rest on the %s rung, in a step on "
         "the %s one, and cross links in %s bits between partitions and %s inside; gradients rest on the %s rung; kernels: %s",
         sum(numel for _, numel in of_units),
         sum(numel for trains, numel in of_units if trains),

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from draw import FOLDER, PICTURES, drawn
-from drawing import house, lanes, memory, payload, quickstart, rungs, speedup, unit_life
+from drawing import house, lanes, memory, payload, quickstart, rungs, speedup, trace, unit_life
 from drawing.canvas import THEMES
 from harness.places import ROOT
 
@@ -106,3 +106,14 @@ def test_a_hop_is_encoded_before_it_is_sent_and_decoded_after_it_has_crossed() -
     for step in steps.values():
         assert set(step["lanes"]) == set(lanes.LANES)
         assert all(times == sorted(times) for hops in step["lanes"].values() for _, *times in hops)
+
+
+def test_the_picture_of_a_trace_has_every_unit_in_forward_and_backward_and_hops_on_every_lane() -> None:
+    step = trace.recorded()
+    units = ["(root)", "patches", "layers.0", "layers.1"]
+    assert [unit for phase, unit, *_ in step["computed"] if phase == "forward"] == units
+    assert [unit for phase, unit, *_ in step["computed"] if phase == "backward"] == ["(root)", *reversed(units[1:])]
+    for lane in lanes.LANES:
+        assert {unit for unit, *_ in step["lanes"][lane]} <= set(units) and step["lanes"][lane]
+    for unit in units:
+        assert unit in {of_hop for of_hop, *_ in step["lanes"]["inter-descend"]}

@@ -14,7 +14,7 @@ import pytest
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, entry, losses, pretrain
 
-from megatron_zpp.monitor.profiler import _all_threads
+from megatron_zpp.monitor.profiler import all_threads
 
 TRAINING = "--train-iters 4 --untie-embeddings-and-output-weights --micro-batch-size 2"
 NORMS = "--log-params-norm --log-num-zeros-in-grad"
@@ -143,7 +143,7 @@ def test_the_trace_names_units_hops_and_phases(told: ToldRun) -> None:
     units = ("embedding", "block.0", "block.1", "final_norm + head")
     assert {f"{verb} {unit}" for verb in ("forward", "backward") for unit in units} <= names
     moves = ("inter-climb to secondary", "intra-climb to full", "intra-descend to secondary", "inter-descend to primary")
-    parts = ("encode", "send", "decode", "wait") if _all_threads() else ("wait",)  # torch 2.6 profiles the calling thread alone
+    parts = ("encode", "send", "decode", "wait") if all_threads() else ("wait",)  # torch 2.6 profiles the calling thread alone
     assert {f"block.0 {move} {part}" for move in moves for part in parts} <= names
     assert set(TIMERS) <= names
     assert {event["tid"] for event in events if event["name"].startswith(("forward b", "backward b"))} == {"units"}

@@ -80,7 +80,7 @@ def test_the_log_says_what_was_sharded(caplog_of_library: list[logging.LogRecord
     assert record.levelno == logging.INFO and record.name.startswith("megatron_zpp.")
     assert record.getMessage().startswith(
         f"sharded {numel} parameters, of which {numel - frozen} are trained, in 5 units among 1 rank on 1 node, 1 per partition; they rest "
-        "on the primary rung, within a step on the secondary one, and cross links in 16 bits between partitions and 16 inside; "
+        "on the primary rung, in a step on the secondary one, and cross links in 16 bits between partitions and 16 inside; "
     )
 
 
