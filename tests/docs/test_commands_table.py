@@ -186,9 +186,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python benchmarks/two_nodes.py --peers fsdp2 deepspeed": (
         "tests/benchmarks/test_peers.py::test_without_deepspeed_its_peer_is_refused_before_anything_starts"
     ),
-    "python benchmarks/module_trace.py": (
-        "tests/zero/test_labels_and_log.py::test_a_trace_of_torchs_profiler_names_units_waits_for_climbs_and_descents_and_the_update"
-    ),
+    "python benchmarks/module_trace.py": "It starts four processes; test_labels_and_log.py has the names, test_pictures.py draws them.",
     "python benchmarks/step_trace.py ...": "It needs root, for a network of its own; test_pictures.py draws what it wrote.",
     "python benchmarks/reshard.py ...": BENCHMARK,
     "python benchmarks/preprocess.py ...": "It trains tokenizers on text of the machine it runs on, and takes minutes.",
