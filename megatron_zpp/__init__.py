@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # `as` says that a name is exported
     from megatron_zpp.zero.shard import leave_world as leave_world
     from megatron_zpp.zero.shard import shard as shard
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _FILES = {
     "CheckpointError": "checkpoint.manifest",
