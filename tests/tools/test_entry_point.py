@@ -86,7 +86,7 @@ def test_the_version_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch, cap
     assert capsys.readouterr().out == f"megatron_zpp {__version__}\n"
     assert versions()["megatron_zpp"] == __version__
     assert citation()["version"] == __version__
-    (newest, *_) = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert f"{newest}." in f"{__version__}."
 
 
