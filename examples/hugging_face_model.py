@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the packag
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from megatron_zpp import ZEROPP, EngineOptions, full_weights, leave_world, shard
+from megatron_zpp import ZEROPP, EngineOptions, ZeroEngine, full_weights, leave_world, shard
 
 
 def main() -> None:
@@ -38,22 +38,7 @@ def main() -> None:
     layers = [f"model.layers.{index}" for index in range(len(model.model.layers))]
     units = ["model.embed_tokens", *layers, "lm_head"]  # the last norm is in none of them, and so in the unit of the whole model
     engine = shard(model, units, EngineOptions(policy=ZEROPP, dtype=torch.bfloat16))
-    for buffer in model.buffers():
-        buffer.data = buffer.to(engine.device)  # shard() moves parameters only
-    model.train()
-
-    tokens = read_tokens(args.text, args.model)
-    if len(tokens) <= args.length:
-        raise SystemExit(f"--text {args.text} has {len(tokens)} tokens; give more text, or a --length below that.")
-    for step in range(args.steps):
-        sample = torch.randint(len(tokens) - args.length, (args.batch,), generator=generator_of(step, engine.data_rank))
-        ids = torch.stack([tokens[start : start + args.length] for start in sample.tolist()]).to(engine.device)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        engine.backward(loss)  # in place of loss.backward()
-        result = engine.step(learning_rate=args.lr)  # in place of optimizer.step() and zero_grad()
-        mean_loss = engine.gather_world(loss.detach().float().view(1)).mean().item()
-        if engine.rank == 0 and (step % 10 == 9 or step == 0):
-            print(f"step {step + 1:3d}: loss {mean_loss:.4f}, gradient norm {result.grad_norm:.3f}")
+    train(engine, args)
 
     if args.save is not None:
         # Every rank helps to gather the weights, and only the rank that saves keeps them.
@@ -63,6 +48,24 @@ def main() -> None:
             print(f"saved in {args.save}, for AutoModelForCausalLM.from_pretrained()")
     engine.close()
     leave_world()
+
+
+def train(engine: ZeroEngine, args: argparse.Namespace) -> None:
+    for buffer in engine.module.buffers():
+        buffer.data = buffer.to(engine.device)  # shard() moves parameters only
+    engine.module.train()
+    tokens = read_tokens(args.text, args.model)
+    if len(tokens) <= args.length:
+        raise SystemExit(f"--text {args.text} has {len(tokens)} tokens; give more text, or a --length below that.")
+    for step in range(args.steps):
+        sample = torch.randint(len(tokens) - args.length, (args.batch,), generator=generator_of(step, engine.data_rank))
+        ids = torch.stack([tokens[start : start + args.length] for start in sample.tolist()]).to(engine.device)
+        loss = engine.module(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)  # in place of loss.backward()
+        result = engine.step(learning_rate=args.lr)  # in place of optimizer.step() and zero_grad()
+        mean_loss = engine.gather_world(loss.detach().float().view(1)).mean().item()
+        if engine.rank == 0 and (step % 10 == 9 or step == 0):
+            print(f"step {step + 1:3d}: loss {mean_loss:.4f}, gradient norm {result.grad_norm:.3f}")
 
 
 def read_or_make_model(folder: str | None, dtype: torch.dtype | str = torch.float32) -> Any:
@@ -87,14 +90,18 @@ def generator_of(step: int, rank: int) -> torch.Generator:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="FOLDER", help="a model and its tokenizer, as save_pretrained() writes them")
-    parser.add_argument("--text", metavar="FILE", default=__file__, help="what to learn (default: this program)")
+    add_training_flags(parser, learning_rate=1e-3)
     parser.add_argument("--save", metavar="FOLDER", help="where to save the trained model")
+    return parser.parse_args()
+
+
+def add_training_flags(parser: argparse.ArgumentParser, learning_rate: float) -> None:
+    parser.add_argument("--model", metavar="FOLDER", help="a model and its tokenizer, as save_pretrained() writes them")
+    parser.add_argument("--text", metavar="FILE", default=__file__, help="what to learn (default: a program in Python)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step (default: 4)")
     parser.add_argument("--length", type=int, default=64, help="tokens per sample (default: 64)")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    return parser.parse_args()
+    parser.add_argument("--lr", type=float, default=learning_rate)
 
 
 if __name__ == "__main__":

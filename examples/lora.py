@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/lora.py --model my_llama --text my_text.txt --save my_adapters.safetensors
 
 Frozen weights have no gradients and no optimizer state, and rest in the type of the model that was read. Between nodes they cross once.
-Without --model it is a small Llama with random weights, which reads bytes; without --text it learns this file. transformers must be
+Without --model it is a small Llama with random weights, which reads bytes; without --text it learns a program. transformers must be
 installed.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
 
-from hugging_face_model import generator_of, read_or_make_model, read_tokens
+from hugging_face_model import add_training_flags, read_or_make_model, train
 
 from megatron_zpp import ZEROPP, EngineOptions, full_weights, leave_world, shard
 
@@ -61,22 +61,7 @@ def main() -> None:
     # The layers are units; the embedding, the last norm and the head belong to the whole model.
     layers = [f"model.layers.{index}" for index in range(len(model.model.layers))]
     engine = shard(model, layers, EngineOptions(policy=ZEROPP, dtype=torch.bfloat16))
-    for buffer in model.buffers():
-        buffer.data = buffer.to(engine.device)  # shard() moves parameters only
-    model.train()
-
-    tokens = read_tokens(args.text, args.model)
-    if len(tokens) <= args.length:
-        raise SystemExit(f"--text {args.text} has {len(tokens)} tokens; give more text, or a --length below that.")
-    for step in range(args.steps):
-        sample = torch.randint(len(tokens) - args.length, (args.batch,), generator=generator_of(step, engine.data_rank))
-        ids = torch.stack([tokens[start : start + args.length] for start in sample.tolist()]).to(engine.device)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        engine.backward(loss)
-        engine.step(learning_rate=args.lr)
-        mean_loss = engine.gather_world(loss.detach().float().view(1)).mean().item()
-        if engine.rank == 0 and (step % 10 == 9 or step == 0):
-            print(f"step {step + 1:3d}: loss {mean_loss:.4f}")
+    train(engine, args)
 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     weights = {name: weight.cpu() for name, weight in full_weights(engine) if name in trained and engine.rank == 0}
@@ -92,15 +77,10 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="FOLDER", help="a model and its tokenizer, as save_pretrained() writes them")
-    parser.add_argument("--text", metavar="FILE", default=__file__, help="what to learn (default: this program)")
+    add_training_flags(parser, learning_rate=1e-2)
     parser.add_argument("--save", metavar="FILE", help="where to save the adapters, a safetensors file")
     parser.add_argument("--rank", type=int, default=8, help="columns of an adapter's first matrix (default: 8)")
     parser.add_argument("--alpha", type=float, default=16.0, help="an adapter counts alpha/rank times (default: 16)")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=4, help="samples per rank and step (default: 4)")
-    parser.add_argument("--length", type=int, default=64, help="tokens per sample (default: 64)")
-    parser.add_argument("--lr", type=float, default=1e-2)
     return parser.parse_args()
 
 
