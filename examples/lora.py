@@ -63,8 +63,7 @@ def main() -> None:
     engine = shard(model, layers, EngineOptions(policy=ZEROPP, dtype=torch.bfloat16))
     train(engine, args)
 
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    weights = {name: weight.cpu() for name, weight in full_weights(engine) if name in trained and engine.rank == 0}
+    weights = {name: weight.cpu() for name, weight in full_weights(engine, with_frozen=False)}
     if engine.rank == 0:
         numel = sum(weight.numel() for weight in weights.values())
         print(f"trained {numel} weights; each rank holds {engine.state_bytes().device} bytes of weights, gradients and optimizer state")

@@ -18,18 +18,21 @@ if TYPE_CHECKING:  # `as` says that a name is exported
     from megatron_zpp.comm.code import Code as Code
     from megatron_zpp.comm.code import LinkCodes as LinkCodes
     from megatron_zpp.comm.ledger import Category as Category
+    from megatron_zpp.monitor.observer import Observer as Observer
     from megatron_zpp.parallel.grid import Grid as Grid
     from megatron_zpp.parallel.specs import Use as Use
     from megatron_zpp.system.user_error import UserError as UserError
     from megatron_zpp.zero.adam import AdamOptions as AdamOptions
     from megatron_zpp.zero.engine import ZeroEngine as ZeroEngine
     from megatron_zpp.zero.engine_options import EngineOptions as EngineOptions
+    from megatron_zpp.zero.loss_scaler import ConstantLossScaler as ConstantLossScaler
     from megatron_zpp.zero.loss_scaler import DynamicLossScaler as DynamicLossScaler
     from megatron_zpp.zero.optimizer_step import StepResult as StepResult
     from megatron_zpp.zero.policy import LEAN as LEAN
     from megatron_zpp.zero.policy import POLICIES as POLICIES
     from megatron_zpp.zero.policy import ZEROPP as ZEROPP
     from megatron_zpp.zero.policy import Policy as Policy
+    from megatron_zpp.zero.policy import Rung as Rung
     from megatron_zpp.zero.policy import with_gradients_summed_on_secondary as with_gradients_summed_on_secondary
     from megatron_zpp.zero.policy import with_offloaded_optimizer as with_offloaded_optimizer
     from megatron_zpp.zero.policy import with_quantized_gradients as with_quantized_gradients
@@ -52,18 +55,21 @@ _FILES = {
     "Code": "comm.code",
     "LinkCodes": "comm.code",
     "Category": "comm.ledger",
+    "Observer": "monitor.observer",
     "Grid": "parallel.grid",
     "Use": "parallel.specs",
     "UserError": "system.user_error",
     "AdamOptions": "zero.adam",
     "ZeroEngine": "zero.engine",
     "EngineOptions": "zero.engine_options",
+    "ConstantLossScaler": "zero.loss_scaler",
     "DynamicLossScaler": "zero.loss_scaler",
     "StepResult": "zero.optimizer_step",
     "LEAN": "zero.policy",
     "POLICIES": "zero.policy",
     "ZEROPP": "zero.policy",
     "Policy": "zero.policy",
+    "Rung": "zero.policy",
     "with_gradients_summed_on_secondary": "zero.policy",
     "with_offloaded_optimizer": "zero.policy",
     "with_quantized_gradients": "zero.policy",

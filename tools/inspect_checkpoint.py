@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 
 from command import add_checkpoint_flags, run_command
 
@@ -32,6 +33,9 @@ def run(args: argparse.Namespace) -> None:
             print("\n".join(parameter_lines(reader.manifest)))
         if args.verify:
             _verify(reader)
+
+
+SHOWN_EXTRA = 200  # characters of what a program has added
 
 
 def directory_lines(directory: Path) -> Iterator[str]:
@@ -64,7 +68,7 @@ def checkpoint_lines(reader: CheckpointReader) -> Iterator[str]:
     if frozen:
         run["frozen"] = counted(len(frozen), "parameter")
     if isinstance(of_module, dict) and "extra" in of_module:
-        run["extra"] = of_module["extra"]
+        run["extra"] = shorten(str(of_module["extra"]), SHOWN_EXTRA, placeholder=" ...")
     for title, members in (("topology", manifest.topology), ("versions", manifest.versions), ("run", run)):
         if members:
             yield f"  {title}: {_pairs(members)}"

@@ -10,7 +10,7 @@ from megatron_zpp.system.output_file import create_new, naming_file, sync_folder
 
 VISIBLE_WITHIN_SECONDS = 60.0  # how long a client of NFS may answer from what it knows of a folder (nfs(5): acdirmax)
 LOOK_EVERY_SECONDS = 0.02
-SHARED_FOLDER = "--save must be a folder of one file system that all ranks share"
+SHARED_FOLDER = "checkpoints (--save) need a folder of one file system that all ranks share"
 
 
 def write_durably(path: Path, text: str) -> None:

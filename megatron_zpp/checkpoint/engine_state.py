@@ -100,13 +100,24 @@ def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: b
     main weights.
     Raises CheckpointError if the checkpoint has no moments, and DamagedCheckpointError if elements are missing or bytes have changed.
     """
+    fill_engine(engine, reader, with_moments=with_moments, with_copies=with_copies)
+    resume_engine(engine, reader, with_moments=with_moments, with_copies=with_copies)
+
+
+def fill_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool) -> None:
+    """The first half of `load_engine`, which reads the files. Parameters that the checkpoint does not have are left as they are."""
     wanted = {WEIGHT}
     if with_moments:
         check_moments(reader.folder, reader.manifest)
         wanted |= set(MOMENTS)
     if with_copies:
         wanted.add(KEPT_WEIGHT)
-    reader.fill(piece for piece in resting_pieces(engine) if piece.state in wanted)
+    shapes = reader.manifest.shapes
+    reader.fill(piece for piece in resting_pieces(engine) if piece.state in wanted and piece.parameter in shapes)
+
+
+def resume_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool) -> None:
+    """The second half of `load_engine`, which reads no files, so that a rank does it if all have done the first."""
     if with_moments:
         engine.optimizer.resume(reader.manifest.run["optimizer_steps"], reader.manifest.run.get("unused_steps", {}))
         engine.loss_scaler.load_state(reader.manifest.run["loss_scaler"])

@@ -113,6 +113,19 @@ class CheckpointReader:
         for name, wanted in by_file.items():
             self._fill_from(self._files[name], sorted(wanted, key=lambda place: place.source.offset))
 
+    def content(self, name: str) -> bytes:
+        """A whole file, verified; nothing if the checkpoint has none of that name."""
+        stored = self._files.get(name)
+        if stored is None:
+            return b""
+        data = bytearray(stored.nbytes)
+
+        def put(part: memoryview, start: int) -> None:
+            data[start : start + len(part)] = part
+
+        self._read_ranges(stored, [(0, stored.nbytes)], put)
+        return bytes(data)
+
     def verify(self, files: Sequence[StoredFile] | None = None) -> Iterator[str]:
         """Verifies the pieces, and every byte of the files (all by default). Yields the findings about pieces, and one per damaged file."""
         yield from (f"{self.folder} is incomplete or contradicts itself: {error}" for error in self._errors_of_pieces)

@@ -96,10 +96,11 @@ class _Seen:
 
 @dataclass
 class RunLock:
-    """The lock that this process holds. Make it with `take_lock`."""
+    """The lock that this process holds. Make it with `take_lock`. flag: names the folder, for errors."""
 
     path: Path
     holder: Holder
+    flag: str = "--save"
     _released: Event = field(default_factory=Event)
 
     def check(self) -> None:
@@ -108,8 +109,8 @@ class RunLock:
         if found is None or found.holder.id != self.holder.id:
             why = "was removed" if found is None else f"belongs to {found.holder}"
             raise CheckpointError(
-                f"--save {self.path.parent} is no longer this run's, because {self.path.name} {why}; only the run that holds it may save, "
-                "so this one ends; start it again if no other run saves there, and it goes on from the latest checkpoint"
+                f"{self.flag} {self.path.parent} is no longer this run's, because {self.path.name} {why}; only the run that holds it may "
+                "save, so this one ends; start it again if no other run saves there, and it goes on from the latest checkpoint"
             )
 
     def release(self) -> None:
@@ -166,7 +167,7 @@ def _take(path: Path, job: Job, announce: Callable[[str], None]) -> RunLock:
             if may_replace:
                 _replace(path, own)
                 break
-    return RunLock(path, own)
+    return RunLock(path, own, job.flag)
 
 
 def _is_dead(path: Path, found: _Seen, job: Job, announce: Callable[[str], None]) -> bool:

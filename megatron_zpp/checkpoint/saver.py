@@ -20,7 +20,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from megatron_zpp.checkpoint.folders import (
     staged_folder,
 )
 from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, ELEMENT_TYPE, CheckpointError, Manifest, StoredFile, StoredPiece
+from megatron_zpp.checkpoint.shard_file import write_bytes
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.checkpoint.unfinished import SPARE_BYTES, check_room, make_unfinished, read_record, seal, write_pieces, write_record
 from megatron_zpp.parallel.initialize import gather_texts, joined_errors
@@ -51,11 +52,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes into every checkpoint: pieces whose values are views of its current state."""
+    """What one rank writes into every checkpoint: pieces whose values are views of its current state.
+
+    others: of rank 0, whole safetensors files by name.
+    """
 
     rank: int
     world_size: int
     pieces: Sequence[Piece]
+    others: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
@@ -65,7 +70,8 @@ class Share:
     def nbytes(self) -> int:
         """Bytes in the file, where frozen weights are as wide as others."""
         widths = {WEIGHT: ELEMENT_BYTES[ELEMENT_TYPE]}
-        return sum(piece.values.numel() * widths.get(piece.state, piece.values.itemsize) for piece in self.pieces)
+        of_pieces = sum(piece.values.numel() * widths.get(piece.state, piece.values.itemsize) for piece in self.pieces)
+        return of_pieces + sum(map(len, self.others.values()))
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class _Save:
-    """A save in progress.
+    """A save in progress. others: of Share, once they are on disk.
 
     copied: this rank's state is in the snapshot. written: this rank's files are on disk. finished: rank 0 has completed the checkpoint.
     """
@@ -101,6 +107,7 @@ class _Save:
     manifest: Manifest
     unfinished: Path
     token: str
+    others: list[StoredFile] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     all_written: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
@@ -238,6 +245,8 @@ class CheckpointSaver:
         self._write_share(save, snapshot.pieces)
 
     def _write_share(self, save: _Save, pieces: Sequence[Piece]) -> None:
+        for name, data in self._share.others.items():
+            save.others.append(write_bytes(save.unfinished / name, data, save.manifest.chunk_bytes))
         file, stored = write_pieces(save.unfinished / self._share.file_name, pieces, save.manifest.states, save.manifest.chunk_bytes)
         write_record(save.unfinished, self._share.rank, file, stored)
 
@@ -247,7 +256,7 @@ class CheckpointSaver:
 
     def _make_checkpoint(self, save: _Save) -> SavedCheckpoint:
         records = [self._wait_for_record(save, rank) for rank in range(self._share.world_size)]
-        files = tuple(file for file, _ in records)
+        files = (*(file for file, _ in records), *save.others)
         pieces = tuple(piece for _, of_rank in records for piece in of_rank)
         seal(save.unfinished, replace(save.manifest, files=files, pieces=pieces))
         iteration = save.manifest.iteration

@@ -84,6 +84,11 @@ def write_file(path: Path, layout: FileLayout, tensors: Iterable[Tensor], chunk_
     return StoredFile(path.name, written, len(layout.header), values)
 
 
+def write_bytes(path: Path, data: bytes, chunk_bytes: int) -> StoredFile:
+    """Writes the bytes of a whole safetensors file. Durable, and with errors, as `write_file`."""
+    return write_file(path, FileLayout(data, (), len(data)), (), chunk_bytes)
+
+
 def _write_stream(file: FileIO, buffers: Iterable[memoryview], chunk_bytes: int) -> tuple[int, ...]:
     """Writes the buffers durably and returns the CRC-32 of each chunk. Threads compute the CRCs and call fsync during the writing."""
     values: list[int] = []

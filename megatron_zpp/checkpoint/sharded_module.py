@@ -12,13 +12,13 @@ docs/checkpoints.md describes the files and what a crash leaves of them.
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import index
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -30,12 +30,12 @@ from safetensors.torch import save as bytes_of
 from torch import Tensor, nn
 
 from megatron_zpp.checkpoint.contents import first_difference
-from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import fill_engine, manifest_of, resume_engine, share_of
 from megatron_zpp.checkpoint.folders import find_checkpoint
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
-from megatron_zpp.checkpoint.run_lock import Job, RunLock, take_lock
+from megatron_zpp.checkpoint.run_lock import Job, take_lock
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.checkpoint.shard_file import ELEMENT_TYPES
 from megatron_zpp.config.flag import LARGEST_COUNT
@@ -47,6 +47,8 @@ from megatron_zpp.zero.pieces import parameters
 
 _log = logging.getLogger(__name__)
 _OF_MODULE = "module"  # the member of Manifest.run that only checkpoints of `save` have
+_BUFFERS = "buffers.safetensors"
+_MOST_LEVELS = 32  # of lists and dictionaries in `extra`; readers take 64 in the whole manifest
 
 
 @dataclass(frozen=True)
@@ -64,42 +66,43 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
+    with_frozen: bool = True,
 ) -> None:
     """Saves the state of an engine and its module as `folder`/iter_STEP, between two steps. Every rank calls it, with the same arguments.
 
-    folder: seen by all ranks; it is made if it is missing. A crash at any moment leaves the checkpoints that were complete before.
+    folder: seen by all ranks; it is made if it is missing. A crash at any moment leaves the checkpoints that were complete before. Give
+        each run a folder of its own: only during a save is it locked.
     step: names the checkpoint, 0 or more; by default the number of steps that the engine has done. One of the same step is replaced.
     extra: what the program needs besides, such as the position in its data, as JSON: that of rank 0 is saved.
     keep_last: how many of the latest checkpoints stay, 1 or more; by default all.
+    with_frozen: whether frozen parameters are saved as well. A checkpoint without them is loaded where they have their values already.
     Raises UserError (CheckpointError if files are the reason) on every rank, and nothing is lost: the engine can go on.
     """
     backend, device = engine.links.backend, engine.device
+    engine.check_open()
     engine.finish_differences()
     with raising_alike(backend, device):
-        number = engine.iteration if step is None else _checked_step(step)
-        if keep_last is not None and not 1 <= keep_last <= LARGEST_COUNT:
-            raise UserError(f"keep_last is {keep_last}; give 1 or more, or leave it out to keep all checkpoints")
-        added = _as_json(extra or {})
-    check_alike(backend, device, repr((number, keep_last)).encode(), "arguments of save()")
-    manifest = manifest_of(engine, Progress(iteration=number), {}, with_moments=True)
-    own = {"steps": engine.iteration, "weight_code": _weight_code(engine), "buffers": _buffers_as_text(engine.module), "extra": added}
-    manifest = replace(manifest, run={**manifest.run, _OF_MODULE: own})
-    saver = CheckpointSaver(
-        Path(folder), share_of(engine, with_moments=True), SaveOptions(keep_last=keep_last), partial(texts_of_ranks, backend, device)
-    )
-    lock = None
-    with raising_alike(backend, device):
-        if engine.rank == 0:
-            lock = _locked(Path(folder))
-    try:
-        saved = saver.save(manifest)
-        if saved is not None:  # on rank 0
-            _log.info("saved step %d in %s: %.3f GiB in %.3f s", number, folder, saved.nbytes / 2**30, saved.seconds)
-            for kept in saved.not_deleted:
-                _log.warning("could not delete the checkpoint of step %d in %s: it is being read, or the file system refuses", kept, folder)
-    finally:
-        if lock is not None:
-            lock.release()
+        number = engine.iteration if step is None else _checked_count("step", step, 0)
+        kept = None if keep_last is None else _checked_count("keep_last", keep_last, 1)
+        added = _checked_json(extra or {})
+        buffers = _bytes_of_buffers(engine.module) if engine.rank == 0 else b""
+    check_alike(backend, device, repr((number, kept, with_frozen)).encode(), "arguments of save()", remedy="")
+    manifest, share = manifest_of(engine, Progress(iteration=number), {}, with_moments=True), share_of(engine, with_moments=True)
+    own = {"steps": engine.iteration, "weight_code": _weight_code(engine), "extra": added}
+    run = {**manifest.run, _OF_MODULE: own}
+    if not with_frozen:
+        left_out = manifest.frozen
+        run.pop("frozen", None)
+        manifest = replace(manifest, shapes={path: shape for path, shape in manifest.shapes.items() if path not in left_out})
+        share = replace(share, pieces=[piece for piece in share.pieces if piece.parameter not in left_out])
+    share = replace(share, others={_BUFFERS: buffers} if buffers else {})
+    with _locked(engine, Path(folder)) as check_lock:
+        saver = CheckpointSaver(Path(folder), share, SaveOptions(keep_last=kept), partial(texts_of_ranks, backend, device), check_lock)
+        saved = saver.save(replace(manifest, run=run))
+    if saved is not None:  # on rank 0
+        _log.info("saved step %d in %s: %.3f GiB in %.3f s", number, folder, saved.nbytes / 2**30, saved.seconds)
+        for old in saved.not_deleted:
+            _log.warning("could not delete the checkpoint of step %d in %s: it is being read, or the file system refuses", old, folder)
 
 
 @overload
@@ -129,108 +132,158 @@ def load(
     step: which checkpoint; by default the latest.
     with_optimizer: whether Adam's moments, the loss scale and the number of steps are loaded as well.
     missing_ok: whether a folder without any checkpoint is right; then the answer is None.
-    Raises UserError (CheckpointError if files are the reason) on every rank. After an error in the values of a file the weights are
-    those of no step.
+    Raises UserError (CheckpointError if files are the reason) on every rank. After an error in the values of a file the weights are those
+    of no step, and nothing else has changed: load another checkpoint.
     """
     backend, device = engine.links.backend, engine.device
-    reader = None
-    with raising_alike(backend, device), _naming_arguments():
-        found = find_checkpoint(Path(folder), None if step is None else _checked_step(step), choice="step")
-        if found is not None:
-            reader = CheckpointReader(found)
-    identity = "" if reader is None else reader.identity
-    check_alike(backend, device, repr((identity, with_optimizer)).encode(), f"arguments of load() or checkpoints in {folder}")
-    if reader is None:
-        if missing_ok:
-            return None
-        raise CheckpointError(f"{folder} holds no checkpoint; name the folder that was given to save(), or pass missing_ok=True")
-    with reader:
-        with raising_alike(backend, device):
-            own = _own_members(reader)
-            buffers = _buffers_in(own)
-            _check_module(engine, reader, buffers, with_optimizer=with_optimizer)
-        if with_optimizer:
-            engine.start_iteration(own.count("steps"))  # before copies are filled: it may end full precision, and then they start anew
-        has_copies = with_optimizer and own.values.get("weight_code") == _weight_code(engine) and engine.keeps_copies
-        with raising_alike(backend, device), _naming_arguments():
-            load_engine(engine, reader, with_moments=with_optimizer, with_copies=has_copies)
+    engine.check_open()
+    with raising_alike(backend, device):
+        wanted = None if step is None else _checked_count("step", step, 0)
+    with ExitStack() as stack:
+        with _reading(engine):
+            found = find_checkpoint(Path(folder), wanted, choice="step")
+            reader = None if found is None else stack.enter_context(CheckpointReader(found))
+        seen = repr((reader and reader.identity, with_optimizer, missing_ok))
+        check_alike(backend, device, seen.encode(), f"arguments of load() or checkpoints in {folder}", remedy="")
+        if reader is None:
+            if missing_ok:
+                return None
+            raise CheckpointError(f"{folder} holds no checkpoint; name the folder that was given to save(), or pass missing_ok=True")
+        with _reading(engine):
+            stored = _Stored.of(reader)
+            stored.check(engine, with_optimizer=with_optimizer)
+        has_copies = with_optimizer and engine.keeps_copies and stored.weight_code == _weight_code(engine)
+        engine.finish_differences()  # what is under way would be added to copies that have been filled
+        with _reading(engine):
+            fill_engine(engine, reader, with_moments=with_optimizer, with_copies=has_copies)
+    if with_optimizer:
+        engine.start_iteration(stored.steps)
+    resume_engine(engine, reader, with_moments=with_optimizer, with_copies=has_copies)
     with torch.no_grad():
         for path, buffer in _persistent_buffers(engine.module):
-            if path in buffers:
-                buffer.copy_(buffers[path])
+            if path in stored.buffers:
+                buffer.copy_(stored.buffers[path])
     if engine.rank == 0:
         _log.info("loaded step %d from %s", reader.manifest.iteration, reader.folder)
-    return Restored(reader.manifest.iteration, own.members("extra").values)
+    return Restored(reader.manifest.iteration, stored.extra)
 
 
-def _checked_step(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_COUNT:
-        raise UserError(f"step is {step!r}; give a whole number, 0 or more")
-    return step
+@dataclass(frozen=True)
+class _Stored:
+    """What a checkpoint of `save` has besides the state of the parameters. One of the training script has nothing of it."""
+
+    reader: CheckpointReader
+    steps: int
+    weight_code: str
+    extra: Mapping[str, Any]
+    buffers: Mapping[str, Tensor]
+    is_of_save: bool
+
+    @classmethod
+    def of(cls, reader: CheckpointReader) -> _Stored:
+        """Raises CheckpointError for what cannot be used, before anything is loaded."""
+        path, run = reader.folder / MANIFEST_FILE, reader.manifest.run
+        file = OutsideFile(path, str(path), "load an older one with step=", CheckpointError)
+        own = Members(run, file, "run").filled({_OF_MODULE: {"steps": reader.manifest.iteration, "weight_code": "", "extra": {}}})
+        own = own.members(_OF_MODULE)
+        if own.count("steps") > LARGEST_COUNT:
+            own.refuse("steps", f"at most {LARGEST_COUNT}")
+        data = reader.content(_BUFFERS)
+        try:
+            buffers = tensors_in(data) if data else {}
+        except (ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(f"{reader.folder / _BUFFERS} cannot be read ({error}); load an older one with step=") from error
+        return cls(reader, own.count("steps"), own.text("weight_code"), own.members("extra").values, buffers, _OF_MODULE in run)
+
+    def check(self, engine: ZeroEngine, *, with_optimizer: bool) -> None:
+        """Raises CheckpointError if it is that of another module, or has no optimizer state of what is trained here."""
+        folder, manifest, of_checkpoint = self.reader.folder, self.reader.manifest, self.reader.manifest.frozen
+        expected = {placed.spec.name: placed.spec.whole_shape for placed in parameters(engine)}
+        trained = {placed.spec.name for unit in engine.trained for placed in unit.layout.params}
+        wanted = {path: shape for path, shape in expected.items() if path in manifest.shapes or path in trained}
+        if dict(manifest.shapes) != wanted:
+            raise CheckpointError(f"{folder} holds another module: {first_difference(manifest.shapes, wanted)}; load it into that one")
+        if self.is_of_save:
+            self._check_buffers(engine.module)
+        if with_optimizer and len(manifest.states) < 2:
+            raise CheckpointError(f"{folder} holds no optimizer state; pass with_optimizer=False to begin without it")
+        if with_optimizer and (missing := sorted(trained & of_checkpoint)):
+            raise CheckpointError(
+                f"{folder} has no optimizer state of {missing[0]}, which was frozen there; freeze it before shard(), or pass "
+                "with_optimizer=False to begin all of it anew"
+            )
+
+    def _check_buffers(self, module: nn.Module) -> None:
+        there, here = (
+            {path: f"{list(buffer.shape)} {buffer.dtype}" for path, buffer in buffers}
+            for buffers in (self.buffers.items(), _persistent_buffers(module))
+        )
+        for path in sorted({*there, *here}):
+            found, wanted = (buffers.get(path, "missing") for buffers in (there, here))
+            if found != wanted:
+                raise CheckpointError(
+                    f"{self.reader.folder} holds another module: buffer {path} is {found} there and {wanted} here; load it into that one"
+                )
 
 
-def _as_json(extra: Mapping[str, Any]) -> Any:
+def _checked_count(name: str, value: int, smallest: int) -> int:
     try:
-        return json.loads(json.dumps(dict(extra), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"extra cannot be saved as JSON ({error}); give numbers, texts, lists and dictionaries with texts as keys"
-        ) from error
+        count = index(value)
+    except TypeError:
+        count = -1
+    if isinstance(value, bool) or not smallest <= count <= LARGEST_COUNT:
+        raise UserError(f"{name} is {value!r}; give a whole number, {smallest} or more")
+    return count
 
 
-def _locked(folder: Path) -> RunLock:
-    """The lock of a folder, which is made if it is missing."""
+def _checked_json(extra: Mapping[str, Any]) -> Any:
+    """`extra`, which comes back from JSON as it is."""
+    rule = f"give numbers, texts, lists and dictionaries with texts as keys, at most {_MOST_LEVELS} levels deep"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be made ({error.strerror}); give another folder") from error
-    return take_lock(folder, Job(flag="folder"), _log.warning)
+        if _levels(extra) > _MOST_LEVELS or json.loads(json.dumps(extra, allow_nan=False)) != extra:
+            raise UserError(f"extra would not come back as it is; {rule}")
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"extra cannot be saved as JSON ({error}); {rule}") from error
+    return extra
+
+
+def _levels(value: Any) -> int:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return 1 + max(map(_levels, inner), default=0)
+
+
+@contextmanager
+def _locked(engine: ZeroEngine, folder: Path) -> Iterator[Callable[[], None]]:
+    """Keeps other runs from saving into the folder, which is made if it is missing. Gives what raises an error if the lock was lost."""
+    with ExitStack() as stack:
+        check: Callable[[], None] = lambda: None  # noqa: E731  of all ranks but the first
+        with raising_alike(engine.links.backend, engine.device, CheckpointError):
+            if engine.rank == 0:
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise CheckpointError(f"{folder} cannot be made ({error.strerror}); give another folder") from error
+                lock = take_lock(folder, Job(flag="folder"), _log.warning)
+                stack.callback(lock.release)
+                check = lock.check
+        yield check
+
+
+@contextmanager
+def _reading(engine: ZeroEngine) -> Iterator[None]:
+    """Ends the block with a CheckpointError on every rank if it raises one on any. Damage is answered by an argument, not by a flag."""
+    with raising_alike(engine.links.backend, engine.device, CheckpointError):
+        try:
+            yield
+        except DamagedCheckpointError as error:
+            raise CheckpointError(f"{error.finding}; load an older one with step=") from error
 
 
 def _weight_code(engine: ZeroEngine) -> str:
     """What the copies that the engine keeps across steps depend on; empty if it keeps none."""
     return f"{ELEMENT_TYPES[engine.options.dtype]} {engine.options.policy.weight_codes.inter}" if engine.keeps_copies else ""
-
-
-@contextmanager
-def _naming_arguments() -> Iterator[None]:
-    """Damage is answered by an argument of `load`, and not by the flags that the error names."""
-    try:
-        yield
-    except DamagedCheckpointError as error:
-        raise CheckpointError(f"{error.finding}; load an older one with step=") from error
-
-
-def _own_members(reader: CheckpointReader) -> Members:
-    """What `save` has added to the state of a run. One of the training script has nothing there."""
-    path = reader.folder / MANIFEST_FILE
-    run = Members(reader.manifest.run, OutsideFile(path, str(path), "load an older one with step=", CheckpointError), "run")
-    nothing = {"steps": reader.manifest.iteration, "weight_code": "", "buffers": "", "extra": {}}
-    return run.filled({_OF_MODULE: nothing}).members(_OF_MODULE)
-
-
-def _check_module(engine: ZeroEngine, reader: CheckpointReader, buffers: Mapping[str, Tensor], *, with_optimizer: bool) -> None:
-    """Raises CheckpointError if the checkpoint is that of another module, or has no optimizer state of what is trained here."""
-    folder, manifest = reader.folder, reader.manifest
-    expected = {placed.spec.name: placed.spec.whole_shape for placed in parameters(engine)}
-    if dict(manifest.shapes) != expected:
-        raise CheckpointError(f"{folder} holds another module: {first_difference(manifest.shapes, expected)}; load it into that one")
-    if _OF_MODULE in manifest.run:
-        shapes = {path: tuple(buffer.shape) for path, buffer in buffers.items()}
-        wanted = {path: tuple(buffer.shape) for path, buffer in _persistent_buffers(engine.module)}
-        if shapes != wanted:
-            raise CheckpointError(f"{folder} holds another module: buffer {first_difference(shapes, wanted)}; load it into that one")
-    if not with_optimizer:
-        return
-    if len(manifest.states) < 2:
-        raise CheckpointError(f"{folder} holds no optimizer state; pass with_optimizer=False to begin without it")
-    trained = (placed.spec.name for unit in engine.trained for placed in unit.layout.params)
-    missing = next((path for path in trained if path in manifest.frozen), None)
-    if missing is not None:
-        raise CheckpointError(
-            f"{folder} has no optimizer state of {missing}, which was frozen there; freeze it before shard(), or pass "
-            "with_optimizer=False to begin all of it anew"
-        )
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -241,15 +294,16 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def _buffers_as_text(module: nn.Module) -> str:
-    """They are few and small, and belong to no rank, so they stand in the manifest: a safetensors file in base64."""
-    buffers = {path: buffer.detach().cpu().contiguous().clone() for path, buffer in _persistent_buffers(module)}
-    return base64.b64encode(bytes_of(buffers)).decode() if buffers else ""
-
-
-def _buffers_in(own: Members) -> dict[str, Tensor]:
-    text = own.text("buffers")
-    try:
-        return tensors_in(base64.b64decode(text, validate=True)) if text else {}
-    except (ValueError, SafetensorError):
-        own.refuse("buffers", "a safetensors file in base64")
+def _bytes_of_buffers(module: nn.Module) -> bytes:
+    """A safetensors file of the buffers; nothing without any. Raises UserError for one that such a file cannot hold."""
+    buffers = {}
+    for path, buffer in _persistent_buffers(module):
+        try:
+            value = buffer.detach().cpu().contiguous().clone()
+            tensors_in(bytes_of({path: value}))
+        except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+            raise UserError(
+                f"buffer {path} ({buffer.dtype}, {buffer.layout}) cannot be saved; register it with persistent=False, and keep it yourself"
+            ) from error
+        buffers[path] = value
+    return bytes_of(buffers) if buffers else b""

@@ -59,7 +59,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     if free_bytes < needed_bytes:
         raise CheckpointError(
             f"the checkpoint takes {_in_gib(needed_bytes)} and {folder.parent} has {_in_gib(free_bytes)} left; "
-            "free some, keep fewer checkpoints with --keep-last, or choose another --save"
+            "free some, keep fewer checkpoints (--keep-last), or choose another folder (--save)"
         )
 
 

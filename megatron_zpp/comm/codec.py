@@ -92,8 +92,9 @@ class Codec(ABC):
     - It keeps no state from call to call and no reference to its arguments. The lanes call it without autograd, in a thread or on a CUDA
       stream of their own.
 
-    A climb encodes the rank's own slice from fp32 main weights, and decodes all slices into the working dtype. A descent encodes all
-    slices, from the working dtype or from fp32 sums. Each hop of a descent decodes the mean into fp32, and the next hop encodes that mean.
+    A climb encodes the rank's own slice from fp32 main weights, or from frozen ones in their own type, and decodes all slices into the
+    working dtype. A descent encodes all slices, from the working dtype or from fp32 sums. Each hop of a descent decodes the mean into fp32,
+    and the next hop encodes that mean.
     A world of one rank uses no codec.
 
     encoding_is_costly: whether encoding costs more than a copy. If it does, the engine keeps payloads that are needed again within a step.

@@ -11,12 +11,12 @@ Span = Callable[[str], AbstractContextManager[object]]
 
 
 class Observer:
-    """Observer of a step's phases, hops and units that ignores all of them."""
+    """Observer of a step's phases, hops and units that ignores all of them. One that listens is a subclass."""
 
     @property
     def is_on(self) -> bool:
         """Whether it listens now. If not, what is named for it alone may be left out."""
-        return False
+        return type(self) is not Observer
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """The context around a phase of the step; names are those of monitor.timers.TIMER_LEVELS."""
@@ -40,10 +40,6 @@ class StepObserver(Observer):
         self._of_phases = phases + ranges
         self._of_ranges = ranges
         self._unit: AbstractContextManager[object] | None = None
-
-    @property
-    def is_on(self) -> bool:
-        return True
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         return _all_of(self._of_phases, name)

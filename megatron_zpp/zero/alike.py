@@ -16,8 +16,8 @@ LONGEST_MISTAKE = 1024  # bytes of a text that ranks exchange
 
 
 @contextmanager
-def raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Ends the block with an error on every rank if it raises one on any: with its own, or with a UserError that names the first rank's."""
+def raising_alike(backend: Backend, device: torch.device, error_of_others: type[UserError] = UserError) -> Iterator[None]:
+    """Ends the block with an error on every rank if it raises one on any: with its own, or with one that names the first rank's."""
     own: Exception | None = None
     try:
         yield
@@ -29,7 +29,7 @@ def raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
         raise own
     for rank, text in enumerate(texts):
         if text:
-            raise UserError(f"{text} (on rank {rank})")
+            raise error_of_others(f"{text} (on rank {rank})")
 
 
 def texts_of_ranks(backend: Backend, device: torch.device, own: str) -> list[str]:
@@ -44,13 +44,13 @@ def _gather_texts(backend: Backend, device: torch.device, own: str, longest: int
     return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in backend.gather_world(row).flatten(0, 1).tolist()]
 
 
-def check_alike(backend: Backend, device: torch.device, content: bytes, what: str) -> None:
+def check_alike(backend: Backend, device: torch.device, content: bytes, what: str, remedy: str = " (torch.manual_seed)") -> None:
     """Raises UserError on every rank if `content` is not the same on all of them."""
     number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
     numbers = backend.gather_world(torch.tensor([number], device=device)).flatten().tolist()
     others = [rank for rank, other in enumerate(numbers) if other != numbers[0]]
     if others:
-        raise UserError(f"the {what} of ranks {others} differ from those of rank 0; give every rank the same (torch.manual_seed)")
+        raise UserError(f"the {what} of ranks {others} differ from those of rank 0; give every rank the same{remedy}")
 
 
 def digest_of(parameters: Iterable[Tensor]) -> bytes:

@@ -131,7 +131,7 @@ class ZeroEngine:
         is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one, UserError
         if `microbatches` is no number of 1 or more.
         """
-        self._check_open()
+        self.check_open()
         if not 1 <= microbatches < math.inf:
             raise UserError(f"microbatches is {microbatches}; give the number of micro-batches in this step, 1 or more")
         self.finish_updates()  # those that are left read the sums of gradients that this backward overwrites
@@ -148,7 +148,7 @@ class ZeroEngine:
         Every rank must call it after the last backward, before `update`; a second call in a step does nothing. Raises RuntimeError if no
         micro-batch of this step was the last.
         """
-        self._check_open()
+        self.check_open()
         if self._progress.is_mean_missing():
             self._step.finish_gradients()
             self._progress.end_mean()
@@ -163,7 +163,7 @@ class ZeroEngine:
         RuntimeError if `finish_gradients` has not been called after the last backward, UserError for a learning rate or weight decay that
         is negative or not finite.
         """
-        self._check_open()
+        self.check_open()
         self._progress.begin_update()
         update = Update(learning_rate, self.options.adam.weight_decay if weight_decay is None else weight_decay)
         result = self._step.run(update, report, refusal)
@@ -181,6 +181,7 @@ class ZeroEngine:
         taken from the main weights. Raises RuntimeError if updates were not finished before the write: they would change what was written.
         """
         self.optimizer.later.check_finished()
+        self._pass.end_step()
         for unit in self.units:
             unit.replace(copy_is_filled=copies_are_filled)
 
@@ -241,7 +242,8 @@ class ZeroEngine:
         if self._on_close is not None:
             self._on_close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises RuntimeError if the engine is closed."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from megatron_zpp.parallel.specs import Use, has_outer_use
@@ -39,7 +39,7 @@ class UseCallbacks(Protocol):
 
     def begin_forward(self) -> None: ...
 
-    def end_forward(self, outputs: Sequence[Tensor]) -> None: ...
+    def end_forward(self, outputs: Sequence[Tensor]) -> Call | None: ...
 
     def pre_forward(self, use: int) -> None: ...
 
@@ -62,7 +62,7 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -
         before = partial(before_forward, callbacks, index)
         handles.append(submodule.register_forward_pre_hook(before, prepend=True))  # other hooks may read weights
         if submodule is module and has_outer_use(uses):
-            continue  # it ends with the forward of the module, and its backward begins with that of the loss
+            continue  # it ends with the forward of the module
         handles.append(submodule.register_forward_hook(partial(_after_forward, callbacks, index)))
         # nn.Module.compile() would compile these hooks as well; this one compiles forward alone.
         submodule.compile = partial(_compile_forward, submodule)  # type: ignore[method-assign]
@@ -92,7 +92,8 @@ def before_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: t
 
 
 def _after_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    outputs = Outputs(module, output)
+    outputs = Outputs(output)
+    outputs.check(module)
     with _no_inference_mode():
         call = callbacks.post_forward(use, outputs.tensors)
     return outputs.watched(partial(callbacks.pre_backward, use, call), call)
@@ -103,9 +104,12 @@ def _begin_forward(callbacks: UseCallbacks, module: nn.Module, args: tuple[Any, 
         callbacks.begin_forward()
 
 
-def _end_forward(callbacks: UseCallbacks, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _end_forward(callbacks: UseCallbacks, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Watches what the module returns if its call is a use with gradients, which units in it need not announce."""
+    outputs = Outputs(output)
     with _no_inference_mode():
-        callbacks.end_forward([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+        call = callbacks.end_forward(outputs.tensors)
+    return output if call is None else outputs.watched(partial(callbacks.pre_backward, call.use, call), call)
 
 
 @contextmanager
@@ -123,20 +127,23 @@ def _collect(callbacks: GradientCallbacks, unit: str, index: int, parameter: Ten
 
 
 class Outputs:
-    """The output of a module: a tensor, or tensors in tuples, lists and dictionaries. Raises RuntimeError for another one.
+    """The output of a module: a tensor, or tensors in tuples, lists and dictionaries.
 
     tensors: all of them, in order.
     """
 
-    def __init__(self, module: nn.Module, output: Any) -> None:
+    def __init__(self, output: Any) -> None:
         self._output = output
         self._leaves: list[Any]
         self._structure: TreeSpec
         self._leaves, self._structure = tree_flatten(output)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+
+    def check(self, module: nn.Module) -> None:
+        """Raises RuntimeError for an output in which tensors could be hidden."""
         unknown = next((leaf for leaf in self._leaves if not isinstance(leaf, _KNOWN)), None)
         if unknown is not None or not self.tensors:
-            found = type(output if unknown is None else unknown).__name__
+            found = type(self._output if unknown is None else unknown).__name__
             raise RuntimeError(
                 f"{type(module).__name__}, the module of a use, returns {found}; it must return a tensor, or tensors in tuples, lists and "
                 "dictionaries"

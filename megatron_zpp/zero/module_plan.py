@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class ModulePlan:
     @classmethod
     def of(cls, module: nn.Module, units: Sequence[str]) -> ModulePlan:
         """The plan of `module`. Raises UserError for units that do not exist or overlap."""
-        found = _Places()
+        found = _Places({parameter: path for path, parameter in module.named_parameters()})
         uses = [Use(unit, found.units_of(submodule, unit, unit), True) for unit, submodule in _submodules(module, units).items()]
         outer = found.units_of(module, "", ROOT, is_rest=True)
         if outer:
@@ -47,17 +47,20 @@ class ModulePlan:
 class _Places:
     """The parameters that have been found, in the order of the units."""
 
-    def __init__(self) -> None:
+    def __init__(self, paths: Mapping[nn.Parameter, str]) -> None:
+        """paths: of all parameters, each its first one in the module, which does not depend on the units."""
+        self._paths = paths
         self.parameters: dict[str, nn.Parameter] = {}
         self.specs: list[UnitSpec] = []
         self.aliases: list[tuple[nn.Module, str, str]] = []
-        self._unit_of: dict[nn.Parameter, tuple[str, str]] = {}  # the unit that owns a parameter, and the parameter's path
+        self._unit_of: dict[nn.Parameter, str] = {}  # the unit that owns a parameter
         self._owner: dict[tuple[nn.Module, str], str] = {}  # the unit in which a place has been found
 
     def units_of(self, submodule: nn.Module, path: str, unit: str, *, is_rest: bool = False) -> tuple[str, ...]:
         """The units that a call of the submodule reads; their specs are added. is_rest: whether it has only what is in no other unit."""
         places = [place for place in _places(submodule, path) if not (is_rest and place[:2] in self._owner)]
-        trained = any(parameter.requires_grad for *_, parameter in places if parameter not in self._unit_of)
+        new = [parameter for *_, parameter in places if parameter not in self._unit_of]
+        kinds = {None if parameter.requires_grad else parameter.dtype for parameter in new}
         own: dict[str, list[ParamSpec]] = {}
         reads: dict[str, None] = {}
         for owner, attribute, place, parameter in places:
@@ -67,30 +70,40 @@ class _Places:
                     "name one of them. A module that is called more than once in a forward cannot be a unit."
                 )
             self._owner[owner, attribute] = unit
-            if parameter in self._unit_of:
-                self.aliases.append((owner, attribute, self._unit_of[parameter][1]))
-            else:
-                name = unit if parameter.requires_grad or not trained else f"{unit} (frozen)"
-                self._unit_of[parameter], self.parameters[place] = (name, place), parameter
+            path = self._paths[parameter]
+            if place != path:
+                self.aliases.append((owner, attribute, path))
+            if parameter not in self._unit_of:
+                name = _unit_of_kind(unit, kinds, parameter)
+                self._unit_of[parameter], self.parameters[path] = name, parameter
                 division = Division.undivided(tuple(parameter.shape))
-                own.setdefault(name, []).append(ParamSpec(place, division, _zeros, weight_decay=parameter.ndim > 1))
-            reads[self._unit_of[parameter][0]] = None
+                own.setdefault(name, []).append(ParamSpec(path, division, _zeros, weight_decay=parameter.ndim > 1))
+            reads[self._unit_of[parameter]] = None
         if not reads and not is_rest:
             raise UserError(f"unit '{unit}' has no parameters; leave it out of `units`")
         for name, params in own.items():
             if not any(spec.division.numel for spec in params):
                 raise UserError(f"the parameters of unit '{name}' have no elements; make them buffers, or name a larger unit")
-            values = [self.parameters[spec.name] for spec in params]
-            # Nothing is lost in the widest of their types.
-            frozen_in = None if values[0].requires_grad else reduce(torch.promote_types, (value.dtype for value in values))
-            self.specs.append(UnitSpec(name, tuple(params), frozen_in))
+            value = self.parameters[params[0].name]
+            self.specs.append(UnitSpec(name, tuple(params), None if value.requires_grad else value.dtype))
         return tuple(reads)
 
 
+def _unit_of_kind(unit: str, kinds: AbstractSet[torch.dtype | None], parameter: nn.Parameter) -> str:
+    """The name of the unit of a parameter. kinds: of those of this unit, the type of what is frozen, and None for what is trained.
+
+    What is frozen is a unit for each type, because it rests in it.
+    """
+    if parameter.requires_grad or len(kinds) == 1:
+        return unit
+    return f"{unit} (frozen)" if len(kinds - {None}) == 1 else f"{unit} (frozen, {str(parameter.dtype).removeprefix('torch.')})"
+
+
 def _with_unsure_backwards(uses: Sequence[Use], specs: Sequence[UnitSpec]) -> tuple[Use, ...]:
-    """The uses. Backward is not sure to reach those before the first one that reads something trained."""
+    """The uses. Backward is not sure to reach those before the first one that reads something trained, or is recomputed with others."""
     trained = {spec.name for spec in specs if spec.trains}
-    first = next((index for index, use in enumerate(uses) if trained.intersection(use.units)), len(uses))
+    sure = (index for index, use in enumerate(uses) if use.recomputed_in is not None or trained.intersection(use.units))
+    first = next(sure, len(uses))
     return tuple(replace(use, backward_is_sure=index >= first) for index, use in enumerate(uses))
 
 
@@ -110,7 +123,9 @@ def plan_of(module: nn.Module, units: Sequence[str], uses: Sequence[Use] | None,
     for path, buffer in module.named_buffers():
         if buffer.is_meta:
             raise UserError(f"buffer {path} is on the meta device; give it values on the device of the run, for buffers are left alone")
-    return plan if uses is None else replace(plan, uses=_checked_uses(module, uses, plan.unit_specs))
+    if uses is None:
+        return plan
+    return replace(plan, uses=_with_unsure_backwards(_checked_uses(module, uses, plan.unit_specs), plan.unit_specs))
 
 
 def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:

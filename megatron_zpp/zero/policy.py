@@ -113,8 +113,8 @@ class Policy:
         return (encoding_is_costly or self.optimizer is Rung.HOST) and self.weights_in_step is Rung.PRIMARY
 
     def for_frozen(self) -> Policy:
-        """The row of weights that no step changes, and that have no differences: once filled, the rung kept in a step stays as it is."""
-        return replace(self, weight_codes=LinkCodes(), keeps_copy=False) if self.keeps_copy else self
+        """The row of weights that no step changes. The rung that is kept in a step stays once it is filled, so it is filled exactly."""
+        return self if self.weights_in_step is Rung.PRIMARY else replace(self, weight_codes=LinkCodes(), keeps_copy=False)
 
     def in_full_precision(self) -> Policy:
         """The same row with the working dtype on every link."""

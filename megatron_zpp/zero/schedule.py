@@ -59,7 +59,8 @@ class Moment:
 class Actions:
     """What the engine does at a moment, in this order; all entries are unit names.
 
-    is_sure: whether some rank reaches the moment, so that all have to act on it. Otherwise all ranks reach it, or none does.
+    is_sure: whether some rank reaches the moment, so that all have to act on it. Otherwise every rank reaches a moment that is not sure in
+    this backward, or none does.
     """
 
     rest: tuple[str, ...] = ()
@@ -93,10 +94,12 @@ class Pass:
         self._index_of = {moment: index for index, moment in enumerate(self._moments)}
         self._end_of_forward = sum(moment.phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD) for moment in schedule)
         self._position = 0
+        self._is_beyond_sure = False  # whether backward has reached a moment that is not sure, so that all ranks reach the others, too
 
     def begin(self) -> None:
         """A new pass begins."""
         self._position = 0
+        self._is_beyond_sure = False
 
     def is_ahead(self, moment: Moment) -> bool:
         """Whether the moment belongs to this schedule and has not been passed yet."""
@@ -115,7 +118,8 @@ class Pass:
         index = self._index_of[moment]
         if index < self._position:
             self.begin()
-        return [*self._due_before(index), *self._due_before(index + 1, also_unsure=True)]
+        self._is_beyond_sure |= not self._schedule[moment].is_sure
+        return self._due_before(index + 1)
 
     def due_at_end_of_forward(self) -> list[tuple[Moment, Actions]]:
         """The moments of forward that were missed since the last one, with their actions."""
@@ -125,12 +129,13 @@ class Pass:
         """The moments of backward that were missed since the last one, with their actions. The backward of another forward begins."""
         due = self._due_before(len(self._moments))
         self._position = self._end_of_forward
+        self._is_beyond_sure = False
         return due
 
-    def _due_before(self, end: int, *, also_unsure: bool = False) -> list[tuple[Moment, Actions]]:
+    def _due_before(self, end: int) -> list[tuple[Moment, Actions]]:
         start, self._position = self._position, max(self._position, end)
         due = [(moment, self._schedule[moment]) for moment in self._moments[start:end]]
-        return [(moment, actions) for moment, actions in due if actions.is_sure or also_unsure]
+        return [(moment, actions) for moment, actions in due if actions.is_sure or self._is_beyond_sure]
 
 
 def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
@@ -150,11 +155,10 @@ def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
     """
     first, last, outer = _first_inner(uses), len(uses) - 1, _outer_units(uses)
     backward = [stop for chunk in reversed(_chunks(uses)) for stop in _backward_stops(uses, chunk)]
-    sure = [stop for stop in backward if uses[stop.moment.use].backward_is_sure]
+    sure, unsure = ([stop for stop in backward if uses[stop.moment.use].backward_is_sure is is_sure] for is_sure in (True, False))
     actions = _climbs(_forward_stops(uses) + sure, prefetch)
-    for stop in backward:
-        if stop not in sure:
-            actions[stop.moment] = Actions((), stop.units, stop.units, stop.units, is_sure=False)
+    for stop in unsure:
+        actions[stop.moment] = Actions((), stop.units, stop.units, stop.units, is_sure=False)
     for index in range(first, last):
         actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(uses[index].units, uses[index + 1].units, outer))
         at = Moment(Phase.PRE_BACKWARD, index)
@@ -272,12 +276,9 @@ def _backward_stops(uses: Sequence[Use], chunk: range) -> list[_Stop]:
 
     What the call of the whole module reads is full already.
     """
-    moments = _backward_moments(chunk)
-    return [
-        _Stop(moment, _without(use.units if moment.phase is Phase.RECOMPUTE else _read_in_backward(use), _outer_units(uses)))
-        for moment in (moments[1:] if len(chunk) > 1 else moments)
-        for use in [uses[moment.use]]
-    ]
+    moments, outer = _backward_moments(chunk), _outer_units(uses)
+    read = {Phase.RECOMPUTE: lambda use: use.units, Phase.PRE_BACKWARD: _read_in_backward}
+    return [_Stop(moment, _without(read[moment.phase](uses[moment.use]), outer)) for moment in (moments[1:] if len(chunk) > 1 else moments)]
 
 
 def _climbs(stops: Sequence[_Stop], prefetch: Prefetch) -> dict[Moment, Actions]:

@@ -84,7 +84,7 @@ def shard(
         first). New nn.Parameter objects replace them, so do not make an optimizer of your own. Shard a module only once. Build a module
         that is too large for one device on the meta device, and pass `initialize`. Parameters that do not require gradients are frozen:
         they are gathered like others and rest in the type that they have, without gradients and optimizer state. No step changes them, so
-        what is kept within a step stays: with hpZ and in stages 0 to 2 they cross links once.
+        what is kept within a step stays: with hpZ, lean and in stages 1 and 2 they cross between nodes once, as they are.
     units: paths of submodules, such as "blocks.0", in the order in which forward calls them. The parameters of a unit are gathered
         together before the submodule is called, and freed after it. Larger units make fewer, larger messages and need more memory.
         No unit may be inside another. What is in none of them belongs to the root, a unit that is gathered when the module is called and
@@ -152,13 +152,15 @@ def shard(
 
     - sparse gradients, an optimizer of your own, copies and pickles of the module; freezing later, or training what was frozen;
     - a unit that is called more than once in a forward;
-    - inputs that require gradients on some ranks only, where nothing up to a unit is trained;
+    - where nothing up to a unit is trained: inputs that require gradients on some ranks only, a rank that then leaves out all such units,
+      and a loss that reads the inside of a frozen unit without reading what it returns (unnoticed);
     - a parameter that is read outside of the call of its unit or, if it belongs to the root, of the module (it is NaN there), or written to
       (through `.data` it goes unnoticed);
     - a parameter from before shard(), such as one in a list that the module keeps;
     - a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries; a module that
       returns weights of the root;
-    - writing in place to what a unit returns while something else holds it (unnoticed where the unit returned its own input);
+    - writing in place to what a unit, or a module with a root, returns while something else holds it (unnoticed where it returned its own
+      input);
     - a loss that reads the inside of a unit without reading what the unit returns, or that goes through the modules of two engines;
     - torch.autograd.grad() through the module, as for a gradient penalty;
     - torch.compile over more than a unit, and one torch.autocast around several forwards, unless with cache_enabled=False.
@@ -223,14 +225,15 @@ def leave_world() -> None:
         end_world()
 
 
-def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
+def full_weights(engine: ZeroEngine, *, with_frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yields path and whole main weight of every parameter, in fp32 on the engine's device. Every rank must read it to the end.
 
     One unit is gathered at a time. The values are those that the optimizer updates; no codec has changed them.
+    with_frozen: whether frozen parameters are among them.
     """
     engine.finish_updates()
     links = engine.links
-    for unit in engine.units:
+    for unit in engine.units if with_frozen else engine.trained:
         own = unit.main_regions().slice_at(links.own_slice - unit.first_slice)
         rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]).to(links.device))[:, links.tensor_rank]
         weights = {param.spec.name: rows.new_empty(param.spec.shape) for param in unit.layout.params}

@@ -97,16 +97,18 @@ class TrainingPass:
             self._passes[self._is_training].begin()
             self._calls.begin_forward()
 
-    def end_forward(self, outputs: Sequence[Tensor]) -> None:
-        """Called after the forward of the whole module, with the tensors that it returns.
+    def end_forward(self, outputs: Sequence[Tensor]) -> Call | None:
+        """Called after the forward of the whole module, with the tensors that it returns. Returns its call, if it is a use with gradients.
 
         Other ranks may have gone through uses that this one has left out.
         """
-        if not self._is_in_backward:
-            for name in self._outer_units:
-                refuse_views(self._units[name], outputs)
-            self._act(self._passes[self._is_training].due_at_end_of_forward(), self._is_training)
-            self._forward_trains = None
+        if self._is_in_backward:
+            return None
+        for name in self._outer_units:
+            refuse_views(self._units[name], outputs)
+        self._act(self._passes[self._is_training].due_at_end_of_forward(), self._is_training)
+        self._forward_trains = None
+        return self._calls.end(0) if self._outer_units and _come_back(outputs) else None
 
     @property
     def _is_training(self) -> bool:
@@ -147,8 +149,7 @@ class TrainingPass:
         for name in self._uses[use].units:
             refuse_views(self._units[name], outputs)
         self._act(self._due_at(Moment(Phase.POST_FORWARD, use), self._is_training), self._is_training)
-        comes_back = torch.is_grad_enabled() and any(output.requires_grad for output in outputs)
-        return self._calls.end(use) if comes_back else None
+        return self._calls.end(use) if _come_back(outputs) else None
 
     # ---- backward
 
@@ -163,6 +164,8 @@ class TrainingPass:
             if self._calls.reach(call):
                 self._act(training.due_at_end_of_backward(), is_training=True)
         moment = Moment(Phase.PRE_BACKWARD, use)
+        if use == 0 and self._outer_units and not training.is_ahead(moment):
+            return  # it has come with the beginning of this backward
         if training.is_in_backward and not training.is_ahead(moment):
             refuse_order(self._uses[use])
         self._act(self._due_at(moment, is_training=True), is_training=True)
@@ -264,6 +267,11 @@ class TrainingPass:
             self._observer.end_unit()
 
 
+def _come_back(outputs: Sequence[Tensor]) -> bool:
+    """Whether backward can reach a call through what it returns."""
+    return torch.is_grad_enabled() and any(output.requires_grad for output in outputs)
+
+
 class Calls:
     """The calls of a step in forward, and how far backward has come in them.
 
@@ -299,7 +307,7 @@ class Calls:
 
     def end(self, use: int) -> Call:
         """The same call ends."""
-        call = self._open[self._next] = Call(use, self._next, self._begun[use], self._forward, self._step)
+        call = self._open[self._next] = Call(use, self._next, self._begun.get(use, 0), self._forward, self._step)
         self._next += 1
         return call
 

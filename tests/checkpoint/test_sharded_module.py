@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -17,9 +18,12 @@ from harness.worlds import run_world
 from torch import Tensor, nn
 
 from megatron_zpp import CheckpointError, UserError, full_weights, load, save, shard
+from megatron_zpp.checkpoint import saver
 from megatron_zpp.checkpoint.folders import complete_iterations
+from megatron_zpp.checkpoint.manifest import marker_json
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.run_lock import Job, take_lock
+from megatron_zpp.checkpoint.unfinished import write_pieces
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -147,7 +151,7 @@ def test_weights_alone_begin_a_new_run(tmp_path: Path) -> None:
     assert load(engine, tmp_path, with_optimizer=False).step == BEFORE
     assert all(torch.equal(weight, weights[path]) for path, weight in full_weights(engine))
     assert (engine.iteration, engine.optimizer.steps) == (0, 0)
-    with pytest.raises(CheckpointError, match=r"no optimizer state of 0\.weight, which was frozen there; .*with_optimizer=False"):
+    with pytest.raises(CheckpointError, match=r"no optimizer state of 0\.bias, which was frozen there; .*with_optimizer=False"):
         load(engine, tmp_path)
     engine.close()
 
@@ -170,6 +174,53 @@ def test_frozen_weights_in_16_bits_come_back_to_the_bit(tmp_path: Path) -> None:
     saved, loaded = run_world((1, 1), program, takes_turns=False)[0]
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(weight, loaded[path]) for path, weight in saved.items())
+
+
+def test_a_checkpoint_without_frozen_parameters_is_loaded_where_they_have_their_values(tmp_path: Path) -> None:
+    engine = sharded(adapted_vit)
+    trained(engine, range(BEFORE))
+    save(engine, tmp_path / "all")
+    save(engine, tmp_path / "adapters", with_frozen=False)
+    expected = trained(engine, range(BEFORE, BEFORE + AFTER))
+    paths = {path for path, _ in full_weights(engine, with_frozen=False)}
+    engine.close()
+    assert paths == {path for path, parameter in made(adapted_vit).named_parameters() if parameter.requires_grad}
+    with CheckpointReader(tmp_path / "adapters" / "iter_0000002") as reader:
+        assert reader.manifest.shapes.keys() == paths and list(reader.verify()) == []
+    engine = sharded(adapted_vit)
+    load(engine, tmp_path / "adapters")
+    assert trained(engine, range(BEFORE, BEFORE + AFTER)) == expected
+    engine.close()
+    engine = sharded(vit)
+    with pytest.raises(CheckpointError, match="holds another module"):
+        load(engine, tmp_path / "adapters")
+    engine.close()
+
+
+def test_the_name_of_a_shared_parameter_does_not_depend_on_the_units(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.block, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.block(self.embedding(tokens)))
+
+    found = []
+    for units in (["embedding", "block", "head"], ["block", "head"], ["block"]):
+        torch.manual_seed(1)
+        model = Tied()
+        engine = shard(model, units, OPTIONS)
+        load(engine, tmp_path, missing_ok=True)
+        engine.backward(model(torch.arange(5)).square().mean())
+        found.append(engine.step(RATE).grad_norm)
+        assert {path for path, _ in full_weights(engine)} == {"embedding.weight", "block.weight", "block.bias"}
+        assert model.head.weight is model.embedding.weight
+        if not (tmp_path / "iter_0000000").exists():
+            save(engine, tmp_path, 0)
+        engine.close()
+    assert found[1] == found[2] != found[0]
 
 
 def test_every_element_is_stored_once_and_no_moment_of_a_frozen_parameter(tmp_path: Path) -> None:
@@ -197,13 +248,22 @@ def test_a_first_run_finds_nothing_if_that_is_right(tmp_path: Path) -> None:
 # ---- refused
 
 
+def nested(levels: int) -> dict[str, Any]:
+    return {"inner": nested(levels - 1)} if levels else {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"step": -1}, "step is -1; give a whole number, 0 or more"),
         ({"step": 1.5}, "step is 1.5"),
         ({"step": True}, "step is True"),
-        ({"keep_last": 0}, "keep_last is 0; give 1 or more"),
+        ({"keep_last": 0}, "keep_last is 0; give a whole number, 1 or more"),
+        ({"keep_last": 1.5}, "keep_last is 1.5"),
+        ({"extra": {1: 2}}, "extra would not come back as it is; give .* texts as keys"),
+        ({"extra": {"pair": (1, 2)}}, "extra would not come back as it is"),
+        ({"extra": nested(40)}, "extra would not come back as it is; .* at most 32 levels deep"),
+        ({"with_frozen": False}, r"arguments of save\(\) of ranks \[1\] differ from those of rank 0; give every rank the same$"),
         ({"extra": {"model": nn.Linear(1, 1)}}, "extra cannot be saved as JSON"),
         ({"extra": {"loss": float("nan")}}, "extra cannot be saved as JSON"),
         ({"step": 5}, r"arguments of save\(\) of ranks \[1\] differ"),
@@ -238,7 +298,7 @@ def broken(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "make", "words"),
-    [
+    [  # of files, and so CheckpointError on every rank, whichever rank has met it
         ("weights", vit, r"rank_00001\.safetensors .*; load an older one with step="),
         ("manifest", vit, r"without the checksum in complete\.json.*; load an older one with step="),
         ("other module", FrozenBelow, r"holds another module: .* has shape .* there and .* here; load it into that one"),
@@ -252,14 +312,104 @@ def test_what_cannot_be_loaded_is_refused_alike_on_every_rank(how: str, make: Ca
 
     def loading(backend: VirtualBackend) -> str:
         engine = sharded(make, backend=backend)
-        with pytest.raises(UserError, match=words) as refused:
+        with pytest.raises(CheckpointError, match=words) as refused:
             load(engine, tmp_path)
+        assert (engine.iteration, engine.optimizer.steps) == (0, 0)
         engine.close()
         return re.sub(r" \(on rank \d\)$", "", str(refused.value))
 
     run_world((1, 2), saving, takes_turns=False)
     broken(tmp_path, how)
     assert len(set(run_world((1, 3), loading, takes_turns=False))) == 1
+
+
+def test_damage_that_one_rank_meets_leaves_the_optimizer_of_all_as_it_was_and_an_older_checkpoint_can_be_loaded(tmp_path: Path) -> None:
+    """Two ranks read a file each, and one of them is damaged."""
+
+    def program(backend: VirtualBackend) -> History:
+        engine = sharded(vit, backend=backend)
+        trained(engine, range(1))
+        save(engine, tmp_path)
+        expected = trained(engine, range(1, 3))
+        save(engine, tmp_path)
+        engine.gather_world(torch.zeros(1))
+        if engine.rank == 0:
+            file = tmp_path / "iter_0000003" / "rank_00001.safetensors"
+            content = bytearray(file.read_bytes())
+            content[-5] ^= 1
+            file.write_bytes(content)
+        engine.gather_world(torch.zeros(1))
+        before = (engine.iteration, engine.optimizer.steps, engine.loss_scaler.state())
+        with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors"):
+            load(engine, tmp_path, with_optimizer=False)
+        with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors"):
+            load(engine, tmp_path)
+        assert (engine.iteration, engine.optimizer.steps, engine.loss_scaler.state()) == before
+        assert load(engine, tmp_path, 1).step == 1
+        assert trained(engine, range(1, 3)) == expected
+        engine.close()
+        return expected
+
+    run_world((1, 2), program, takes_turns=False)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_a_buffer_of_rank_0_that_cannot_be_saved_is_named_on_every_rank(kind: str, tmp_path: Path) -> None:
+    def program(backend: VirtualBackend) -> None:
+        engine = sharded(vit, backend=backend)
+        if backend.rank == 0:
+            value = torch.zeros(2, dtype=torch.complex128) if kind == "complex" else torch.zeros(2, 2).to_sparse()
+            engine.module.register_buffer("extra", value)
+        with pytest.raises(UserError, match=r"buffer extra \(torch\..*\) cannot be saved; register it with persistent=False"):
+            save(engine, tmp_path)
+        engine.close()
+
+    run_world((1, 2), program, takes_turns=False)
+    assert not (tmp_path / "iter_0000000").exists()
+
+
+def test_a_lost_lock_ends_the_save_and_leaves_the_checkpoints_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sharded(vit)
+    save(engine, tmp_path, 1)
+
+    def loses(path: Path, *arguments: object) -> Any:
+        (tmp_path / "run.lock").unlink()
+        return write_pieces(path, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saver, "write_pieces", loses)
+    with pytest.raises(CheckpointError, match="folder .* is no longer this run's, because run.lock was removed"):
+        save(engine, tmp_path, 2)
+    assert complete_iterations(tmp_path) == [1]
+    engine.close()
+
+
+def test_what_the_manifest_of_another_program_says_of_the_module_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    engine = sharded(vit)
+    save(engine, tmp_path)
+    folder = tmp_path / "iter_0000000"
+    good = json.loads((folder / "manifest.json").read_text())
+    for key, value, words in (
+        ("extra", [], "extra must be an object"),
+        ("steps", 2**62, "steps must be at most"),
+        ("weight_code", None, "weight_code must be a string"),
+    ):
+        bad = {**good, "run": {**good["run"], "module": {**good["run"]["module"], key: value}}}
+        (folder / "manifest.json").write_text(json.dumps(bad))
+        (folder / "complete.json").write_text(marker_json(json.dumps(bad)))
+        before = dict(full_weights(engine))
+        with pytest.raises(CheckpointError, match=words):
+            load(engine, tmp_path)
+        assert all(torch.equal(weight, before[path]) for path, weight in full_weights(engine))
+    engine.close()
+
+
+def test_a_closed_engine_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    engine = sharded(vit)
+    save(engine, tmp_path)
+    engine.close()
+    for call in (save, load):
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            call(engine, tmp_path)
 
 
 def test_a_buffer_of_another_shape_is_named(tmp_path: Path) -> None:
@@ -269,7 +419,7 @@ def test_a_buffer_of_another_shape_is_named(tmp_path: Path) -> None:
     model = made(vit)
     model.counts = torch.zeros(3, dtype=torch.int64)
     engine = shard(model, UNITS[vit], OPTIONS)
-    with pytest.raises(CheckpointError, match=r"holds another module: buffer counts has shape \(2,\) there and \(3,\) here"):
+    with pytest.raises(CheckpointError, match=r"another module: buffer counts is \[2\] torch.int64 there and \[3\] torch.int64 here"):
         load(engine, tmp_path)
     engine.close()
 
@@ -277,7 +427,7 @@ def test_a_buffer_of_another_shape_is_named(tmp_path: Path) -> None:
 def test_a_folder_into_which_a_run_saves_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     def program(backend: VirtualBackend) -> None:
         engine = sharded(vit, backend=backend)
-        with pytest.raises(UserError, match=r"folder .* is in use by process \d+ .*give another folder, or end that run first"):
+        with pytest.raises(CheckpointError, match=r"folder .* is in use by process \d+ .*give another folder, or end that run first"):
             save(engine, tmp_path)
         engine.close()
 

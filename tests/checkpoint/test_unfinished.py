@@ -40,7 +40,7 @@ def test_a_rank_that_has_said_that_it_is_done_needs_the_folder_no_longer(tmp_pat
 )
 def test_a_record_that_cannot_be_used_is_refused_by_its_file(tmp_path: Path, content: str, finding: str) -> None:
     (tmp_path / "rank_00001.json").write_text(content)
-    with pytest.raises(CheckpointError, match=f"{finding}.*; --save must be a folder of one file system that all ranks share"):
+    with pytest.raises(CheckpointError, match=f"{finding}.*; checkpoints .--save. need a folder of one file system that all ranks share"):
         read_record(tmp_path, 1)
 
 

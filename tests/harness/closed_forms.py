@@ -104,10 +104,11 @@ def step_bytes(features: Features, units: list[Unit], grid: Grid, *, microbatche
     """
     over_inter = range(0, grid.world_size, grid.partition_ranks)
     over_intra = range(grid.partition_ranks)
-    weights, gradients, is_gaussian = features.weights, features.gradients, features.is_lean
+    gradients, is_gaussian = features.gradients, features.is_lean
     weight_bytes = 4 if features.stage == 0 else element_bytes  # what climbs in stage 0 is the fp32 mean of the gradients
     entering = within = 0
     for unit in units:
+        weights = features.weights
         payload = partial(payload_bytes, unit, grid.world_size)
         climbs = unit.climbs * microbatches if features.stage == 3 else 1
         climbs_over_inter = 1 if features.keeps_secondary else climbs
@@ -117,6 +118,7 @@ def step_bytes(features: Features, units: list[Unit], grid: Grid, *, microbatche
             descents = descents_over_inter = 0
             climbs = climbs if features.stage == 3 else 0
             climbs_over_inter = 0 if features.keeps_secondary else climbs
+            weights = EXACT if features.keeps_secondary else weights
         messages = [
             (over_inter, payload(weights.inter, weight_bytes, is_gaussian=is_gaussian), climbs_over_inter),
             (over_intra, payload(weights.intra, weight_bytes) * len(over_inter), climbs),

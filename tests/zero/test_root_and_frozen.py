@@ -197,6 +197,83 @@ def test_an_input_that_requires_gradients_gets_them_through_frozen_units(row: st
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-8)
 
 
+def skipping(left_out: int, model: nn.Module, images: Tensor) -> Tensor:
+    """FrozenBelow without one of its frozen units, if left_out names one."""
+    first, second, adapted, head = model
+    hidden = images.flatten(1)[:, :WIDTH] if left_out == 0 else first(images.flatten(1))
+    hidden = hidden if left_out == 1 else second(hidden)
+    return head(adapted(torch.tanh(hidden).unsqueeze(1)).squeeze(1))
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("left_out", [(1, None), (None, 0), (0, 1)], ids=str)
+def test_ranks_that_leave_out_some_frozen_units_do_not_wait_for_each_other_where_inputs_require_gradients(
+    left_out: tuple[int | None, int | None],
+) -> None:
+    def program(backend: VirtualBackend) -> tuple[Tensor, float]:
+        model = made(FrozenBelow)
+        engine = shard(model, UNITS[FrozenBelow], OPTIONS, backend=backend)
+        images = images_of(0).requires_grad_()
+        engine.backward(skipping(-1 if left_out[backend.rank] is None else left_out[backend.rank], model, images).square().mean())
+        norm = engine.step(RATE).grad_norm
+        engine.close()
+        assert images.grad is not None
+        return images.grad, norm
+
+    plain, norms = [], []
+    for rank in range(2):
+        model, images = made(FrozenBelow), images_of(0).requires_grad_()
+        skipping(-1 if left_out[rank] is None else left_out[rank], model, images).square().mean().backward()
+        assert images.grad is not None
+        plain.append(images.grad)
+        norms.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    mean = torch.cat([(one + other).flatten() / 2 for one, other in zip(*norms, strict=True)]).norm().item()
+    for (gradient, norm), expected in zip(run_world((2, 1), program, takes_turns=False), plain, strict=True):
+        assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-8)
+        assert norm == pytest.approx(mean, rel=2e-5)
+
+
+class TrainedHead(ViT):
+    """Nothing but the head is trained, which belongs to the whole module; blocks may be left out."""
+
+    is_short = False
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        if not self.is_short:
+            return super().forward(images)
+        return {"logits": self.head(self.norm(self.cls[:, 0].expand(len(images), -1)))}
+
+
+def trained_head() -> TrainedHead:
+    model = made(vit).requires_grad_(False)
+    model.__class__ = TrainedHead
+    model.head.requires_grad_(True)
+    return model
+
+
+@pytest.mark.virtual
+def test_ranks_may_leave_out_all_units_in_one_of_two_forwards_that_a_loss_joins() -> None:
+    def joined(model: nn.Module, rank: int) -> Tensor:
+        first = loss_of(model, 0)
+        model.is_short = rank == 1
+        second = loss_of(model, 1)
+        model.is_short = False
+        return first + second
+
+    def program(backend: VirtualBackend) -> float:
+        model = trained_head()
+        engine = shard(model, UNITS[vit], OPTIONS, backend=backend)
+        engine.backward(joined(model, backend.rank))
+        norm = engine.step(RATE).grad_norm
+        engine.close()
+        return norm
+
+    plain = trained_head()
+    ((joined(plain, 0) + joined(plain, 1)) / 2).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in plain.head.parameters()]).norm().item()  # type: ignore[union-attr]
+    assert run_world((2, 1), program, takes_turns=False) == [pytest.approx(expected, rel=2e-5)] * 2
+
+
 # ---- what is kept and sent
 
 
@@ -274,7 +351,7 @@ def test_frozen_weights_rest_in_the_type_that_they_had(row: str) -> None:
     def half_frozen() -> nn.Module:
         model = made(FrozenBelow)
         model[0].bfloat16()
-        model[1].weight.data = model[1].weight.bfloat16()  # its bias keeps the unit in fp32
+        model[1].weight.data = model[1].weight.bfloat16()  # its bias is another unit, in fp32
         return model
 
     def program(backend: VirtualBackend) -> tuple[list[torch.dtype], dict[str, Tensor], float]:
@@ -289,7 +366,7 @@ def test_frozen_weights_rest_in_the_type_that_they_had(row: str) -> None:
         return dtypes, weights, loss.item()
 
     dtypes, weights, loss = run_world((2, 2), program, takes_turns=False)[0]
-    assert dtypes == [torch.bfloat16, *[torch.float32] * 4]
+    assert dtypes == [torch.bfloat16, torch.bfloat16, *[torch.float32] * 4]
     for path, first in half_frozen().named_parameters():
         assert weights[path].dtype == torch.float32
         assert torch.equal(weights[path], first.float()) is not first.requires_grad
@@ -348,6 +425,20 @@ def test_a_module_that_returns_a_weight_of_its_own_is_named(stage: int) -> None:
     shard(model, ["patch"], replace(OPTIONS, policy=POLICIES[stage]))
     with pytest.raises(RuntimeError, match=rf"unit {ROOT[:-1]}.*: a module returns a view of its weights.*\.clone".replace("(", r"\(")):
         model(images_of(0))
+
+
+@pytest.mark.parametrize("change", ["a step", "other weights"])
+def test_a_loss_from_before_a_change_of_weights_is_refused_also_if_only_the_whole_module_is_trained(change: str) -> None:
+    model = trained_head()
+    engine = shard(model, UNITS[vit], OPTIONS)
+    losses = [loss_of(model, 0) for _ in range(2)]
+    if change == "a step":
+        engine.backward(losses[0])
+        engine.step(RATE)
+    else:
+        engine.weights_changed()
+    with pytest.raises(RuntimeError, match=r"computed before the last engine\.step\(\).*compute it again"):
+        engine.backward(losses[1])
 
 
 def test_the_call_of_the_whole_module_is_the_first_of_the_uses() -> None:
