@@ -88,7 +88,7 @@ def save(
         buffers = _bytes_of_buffers(engine.module) if engine.rank == 0 else b""
     check_alike(backend, device, repr((number, kept, with_frozen)).encode(), "arguments of save()", remedy="")
     manifest, share = manifest_of(engine, Progress(iteration=number), {}, with_moments=True), share_of(engine, with_moments=True)
-    own = {"steps": engine.iteration, "weight_code": _weight_code(engine), "extra": added}
+    own = {"steps": engine.iteration, "weight_code": _weight_code(engine), "with_frozen": with_frozen, "extra": added}
     run = {**manifest.run, _OF_MODULE: own}
     if not with_frozen:
         left_out = manifest.frozen
@@ -177,6 +177,7 @@ class _Stored:
     weight_code: str
     extra: Mapping[str, Any]
     buffers: Mapping[str, Tensor]
+    has_frozen: bool
     is_of_save: bool
 
     @classmethod
@@ -184,8 +185,8 @@ class _Stored:
         """Raises CheckpointError for what cannot be used, before anything is loaded."""
         path, run = reader.folder / MANIFEST_FILE, reader.manifest.run
         file = OutsideFile(path, str(path), "load an older one with step=", CheckpointError)
-        own = Members(run, file, "run").filled({_OF_MODULE: {"steps": reader.manifest.iteration, "weight_code": "", "extra": {}}})
-        own = own.members(_OF_MODULE)
+        of_script = {"steps": reader.manifest.iteration, "weight_code": "", "with_frozen": True, "extra": {}}
+        own = Members(run, file, "run").filled({_OF_MODULE: of_script}).members(_OF_MODULE)
         if own.count("steps") > LARGEST_COUNT:
             own.refuse("steps", f"at most {LARGEST_COUNT}")
         data = reader.content(_BUFFERS)
@@ -193,14 +194,15 @@ class _Stored:
             buffers = tensors_in(data) if data else {}
         except (ValueError, KeyError, SafetensorError) as error:
             raise CheckpointError(f"{reader.folder / _BUFFERS} cannot be read ({error}); load an older one with step=") from error
-        return cls(reader, own.count("steps"), own.text("weight_code"), own.members("extra").values, buffers, _OF_MODULE in run)
+        extra, has_frozen = own.members("extra").values, own.switch("with_frozen")
+        return cls(reader, own.count("steps"), own.text("weight_code"), extra, buffers, has_frozen, _OF_MODULE in run)
 
     def check(self, engine: ZeroEngine, *, with_optimizer: bool) -> None:
         """Raises CheckpointError if it is that of another module, or has no optimizer state of what is trained here."""
         folder, manifest, of_checkpoint = self.reader.folder, self.reader.manifest, self.reader.manifest.frozen
         expected = {placed.spec.name: placed.spec.whole_shape for placed in parameters(engine)}
         trained = {placed.spec.name for unit in engine.trained for placed in unit.layout.params}
-        wanted = {path: shape for path, shape in expected.items() if path in manifest.shapes or path in trained}
+        wanted = {path: shape for path, shape in expected.items() if self.has_frozen or path in manifest.shapes or path in trained}
         if dict(manifest.shapes) != wanted:
             raise CheckpointError(f"{folder} holds another module: {first_difference(manifest.shapes, wanted)}; load it into that one")
         if self.is_of_save:

@@ -190,7 +190,9 @@ def test_a_folder_that_one_rank_does_not_see_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(durable, "VISIBLE_WITHIN_SECONDS", 0.1)
     ranks = Ranks(tmp_path / "here", state_at(1))
     ranks.savers[1].directory = tmp_path / "elsewhere"
-    with pytest.raises(CheckpointError, match="does not exist on this rank's machine; --save must be a folder .* share .*rank 1 of 2"):
+    with pytest.raises(
+        CheckpointError, match="does not exist on this rank's machine; checkpoints .--save. need a folder .* share .*rank 1 of 2"
+    ):
         ranks.save(1)
     assert names(tmp_path / "here") == set()
 

@@ -195,6 +195,13 @@ def test_a_checkpoint_without_frozen_parameters_is_loaded_where_they_have_their_
     with pytest.raises(CheckpointError, match="holds another module"):
         load(engine, tmp_path / "adapters")
     engine.close()
+    model = made(adapted_vit)
+    model.scale = nn.Parameter(torch.ones(2), requires_grad=False)
+    engine = shard(model, UNITS[adapted_vit], OPTIONS)
+    load(engine, tmp_path / "adapters")
+    with pytest.raises(CheckpointError, match=r"holds another module: scale has shape None there and \(2,\) here"):
+        load(engine, tmp_path / "all")  # which has all that were frozen, and not this one
+    engine.close()
 
 
 def test_the_name_of_a_shared_parameter_does_not_depend_on_the_units(tmp_path: Path) -> None:
