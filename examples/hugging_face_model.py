@@ -28,11 +28,7 @@ from megatron_zpp import ZEROPP, EngineOptions, ZeroEngine, full_weights, leave_
 
 def main() -> None:
     args = parse_args()
-    if "RANK" in os.environ:  # torchrun started this process
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()
-
+    join_world()
     torch.manual_seed(0)  # every rank makes the same first weights
     model = read_or_make_model(args.model)
     layers = [f"model.layers.{index}" for index in range(len(model.model.layers))]
@@ -48,6 +44,13 @@ def main() -> None:
             print(f"saved in {args.save}, for AutoModelForCausalLM.from_pretrained()")
     engine.close()
     leave_world()
+
+
+def join_world() -> None:
+    if "RANK" in os.environ:  # torchrun started this process
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
 
 
 def train(engine: ZeroEngine, args: argparse.Namespace) -> None:

@@ -11,18 +11,16 @@ installed.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
 
-from hugging_face_model import add_training_flags, read_or_make_model, train
+from hugging_face_model import add_training_flags, join_world, read_or_make_model, train
 
 from megatron_zpp import ZEROPP, EngineOptions, full_weights, leave_world, shard
 
@@ -47,11 +45,7 @@ class Adapted(nn.Module):
 
 def main() -> None:
     args = parse_args()
-    if "RANK" in os.environ:  # torchrun started this process
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()
-
+    join_world()
     torch.manual_seed(0)  # every rank makes the same first weights
     model = read_or_make_model(args.model, dtype="auto")
     model.requires_grad_(False)

@@ -80,10 +80,10 @@ def rotation_differences(manifest: Manifest, model: ModelConfig) -> list[str]:
     return _differences(manifest, model, [name for name in ROTATION_FLAGS if is_scaled or not name.startswith("rope_scaling")])
 
 
-def check_moments(folder: Path, manifest: Manifest) -> None:
+def check_moments(folder: Path, manifest: Manifest, remedy: str = "give --no-load-optim or --finetune to train without it") -> None:
     """Raises CheckpointError if the checkpoint in `folder` holds only weights."""
     if len(manifest.states) < 2:
-        raise CheckpointError(f"{folder} holds no optimizer state; give --no-load-optim or --finetune to train without it")
+        raise CheckpointError(f"{folder} holds no optimizer state; {remedy}")
 
 
 def _differences(manifest: Manifest, model: ModelConfig, names: Sequence[str]) -> list[str]:

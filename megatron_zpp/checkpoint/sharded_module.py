@@ -29,7 +29,7 @@ from safetensors.torch import load as tensors_in
 from safetensors.torch import save as bytes_of
 from torch import Tensor, nn
 
-from megatron_zpp.checkpoint.contents import first_difference
+from megatron_zpp.checkpoint.contents import check_moments, first_difference
 from megatron_zpp.checkpoint.engine_state import fill_engine, manifest_of, resume_engine, share_of
 from megatron_zpp.checkpoint.folders import find_checkpoint
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, DamagedCheckpointError
@@ -199,7 +199,7 @@ class _Stored:
 
     def check(self, engine: ZeroEngine, *, with_optimizer: bool) -> None:
         """Raises CheckpointError if it is that of another module, or has no optimizer state of what is trained here."""
-        folder, manifest, of_checkpoint = self.reader.folder, self.reader.manifest, self.reader.manifest.frozen
+        folder, manifest = self.reader.folder, self.reader.manifest
         expected = {placed.spec.name: placed.spec.whole_shape for placed in parameters(engine)}
         trained = {placed.spec.name for unit in engine.trained for placed in unit.layout.params}
         wanted = {path: shape for path, shape in expected.items() if self.has_frozen or path in manifest.shapes or path in trained}
@@ -207,9 +207,10 @@ class _Stored:
             raise CheckpointError(f"{folder} holds another module: {first_difference(manifest.shapes, wanted)}; load it into that one")
         if self.is_of_save:
             self._check_buffers(engine.module)
-        if with_optimizer and len(manifest.states) < 2:
-            raise CheckpointError(f"{folder} holds no optimizer state; pass with_optimizer=False to begin without it")
-        if with_optimizer and (missing := sorted(trained & of_checkpoint)):
+        if not with_optimizer:
+            return
+        check_moments(folder, manifest, "pass with_optimizer=False to begin without it")
+        if missing := sorted(trained & manifest.frozen):
             raise CheckpointError(
                 f"{folder} has no optimizer state of {missing[0]}, which was frozen there; freeze it before shard(), or pass "
                 "with_optimizer=False to begin all of it anew"
@@ -242,12 +243,11 @@ def _checked_json(extra: Mapping[str, Any]) -> Any:
     """`extra`, which comes back from JSON as it is."""
     rule = f"give numbers, texts, lists and dictionaries with texts as keys, at most {_MOST_LEVELS} levels deep"
     try:
-        if _levels(extra) > _MOST_LEVELS or json.loads(json.dumps(extra, allow_nan=False)) != extra:
-            raise UserError(f"extra would not come back as it is; {rule}")
+        comes_back = _levels(extra) <= _MOST_LEVELS and json.loads(json.dumps(extra, allow_nan=False)) == extra
     except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"extra cannot be saved as JSON ({error}); {rule}") from error
+    if not comes_back:
+        raise UserError(f"extra would not come back as it is; {rule}")
     return extra
 
 

@@ -49,7 +49,7 @@ class StepObserver(Observer):
 
     def begin_unit(self, verb: str, name: str) -> None:
         self.end_unit()
-        if self._of_ranges and self.is_on:
+        if self._of_ranges:
             self._unit = _all_of(self._of_ranges, f"{verb} {name}")
             self._unit.__enter__()
 

@@ -66,21 +66,25 @@ class Profiler:
         return f"profile of iterations {self._first_iteration} to {last_iteration} on rank {self._rank}: {path}"
 
 
+def is_profiled() -> bool:
+    """Whether torch's profiler runs, whoever has started it."""
+    return bool(autograd.profiler._is_profiler_enabled)
+
+
+def label(name: str) -> AbstractContextManager[object]:
+    """A named range in the trace of torch's profiler; does nothing while none runs."""
+    return record_function(name) if is_profiled() else nullcontext()
+
+
 class LabelObserver(StepObserver):
     """Names phases, hops and units in the traces of a program that runs torch's profiler itself. Without one they cost next to nothing."""
 
     def __init__(self) -> None:
-        super().__init__((), (record_function,))
+        super().__init__((), (label,))
 
     @property
     def is_on(self) -> bool:
-        return bool(autograd.profiler._is_profiler_enabled)
-
-    def phase(self, name: str) -> AbstractContextManager[object]:
-        return super().phase(name) if self.is_on else nullcontext()
-
-    def hop(self, name: str) -> AbstractContextManager[object]:
-        return super().hop(name) if self.is_on else nullcontext()
+        return is_profiled()
 
 
 def all_threads() -> _ExperimentalConfig | None:

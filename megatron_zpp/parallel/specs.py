@@ -75,6 +75,6 @@ class Use:
     backward_is_sure: bool = True  # no: backward reaches it only if its input requires gradients, because nothing is trained up to here
 
 
-def has_outer_use(uses: Sequence[Use]) -> bool:
-    """Whether the first use is the call of the whole module, within which the others are made."""
-    return len(uses) > 1 and not uses[0].module
+def outer_units(uses: Sequence[Use]) -> tuple[str, ...]:
+    """The units that the call of the whole module reads; none if the first use is not this call."""
+    return uses[0].units if len(uses) > 1 and not uses[0].module else ()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from megatron_zpp.parallel.specs import Use, has_outer_use
+from megatron_zpp.parallel.specs import Use, outer_units
 
 # What may be in an output. Anything else could hold tensors whose gradients nothing would announce.
 _KNOWN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -61,7 +61,7 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -
         submodule = module.get_submodule(use.module)
         before = partial(before_forward, callbacks, index)
         handles.append(submodule.register_forward_pre_hook(before, prepend=True))  # other hooks may read weights
-        if submodule is module and has_outer_use(uses):
+        if submodule is module and outer_units(uses):
             continue  # it ends with the forward of the module
         handles.append(submodule.register_forward_hook(partial(_after_forward, callbacks, index)))
         # nn.Module.compile() would compile these hooks as well; this one compiles forward alone.

@@ -34,7 +34,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_zpp.parallel.specs import Use, has_outer_use
+from megatron_zpp.parallel.specs import Use, outer_units
 
 
 class Phase(enum.Enum):
@@ -134,7 +134,7 @@ class Pass:
 
     def _due_before(self, end: int) -> list[tuple[Moment, Actions]]:
         start, self._position = self._position, max(self._position, end)
-        due = [(moment, self._schedule[moment]) for moment in self._moments[start:end]]
+        due = ((moment, self._schedule[moment]) for moment in self._moments[start:end])
         return [(moment, actions) for moment, actions in due if actions.is_sure or self._is_beyond_sure]
 
 
@@ -153,7 +153,7 @@ def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
         pre_backward 1      b1              b0                    b0                b0
         pre_backward 0      b0              -                     -                 -
     """
-    first, last, outer = _first_inner(uses), len(uses) - 1, _outer_units(uses)
+    first, last, outer = _first_inner(uses), len(uses) - 1, outer_units(uses)
     backward = [stop for chunk in reversed(_chunks(uses)) for stop in _backward_stops(uses, chunk)]
     sure, unsure = ([stop for stop in backward if uses[stop.moment.use].backward_is_sure is is_sure] for is_sure in (True, False))
     actions = _climbs(_forward_stops(uses) + sure, prefetch)
@@ -175,7 +175,7 @@ def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
 
 def evaluation_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
     """The actions of a forward without gradients: units rest right after their use."""
-    first, outer = _first_inner(uses), _outer_units(uses)
+    first, outer = _first_inner(uses), outer_units(uses)
     actions = _climbs(_forward_stops(uses), prefetch)
     for index in range(first, len(uses)):
         following = uses[index + 1].units if index + 1 < len(uses) else ()
@@ -236,12 +236,7 @@ class _Stop:
 
 def _first_inner(uses: Sequence[Use]) -> int:
     """The index of the first use that is not the call of the whole module."""
-    return int(has_outer_use(uses))
-
-
-def _outer_units(uses: Sequence[Use]) -> tuple[str, ...]:
-    """The units that the call of the whole module reads, if it is a use: they stay full until it ends."""
-    return uses[0].units if has_outer_use(uses) else ()
+    return int(bool(outer_units(uses)))
 
 
 def _chunks(uses: Sequence[Use]) -> list[range]:
@@ -260,7 +255,7 @@ def _chunks(uses: Sequence[Use]) -> list[range]:
 
 def _forward_stops(uses: Sequence[Use]) -> list[_Stop]:
     """The stops in forward. What the call of the whole module reads is full from its own stop on."""
-    first, outer = _first_inner(uses), _outer_units(uses)
+    first, outer = _first_inner(uses), outer_units(uses)
     stops = [_Stop(Moment(Phase.PRE_FORWARD, index), use.units) for index, use in enumerate(uses)]
     return [*stops[:first], *(_Stop(stop.moment, _without(stop.units, outer)) for stop in stops[first:])]
 
@@ -276,7 +271,7 @@ def _backward_stops(uses: Sequence[Use], chunk: range) -> list[_Stop]:
 
     What the call of the whole module reads is full already.
     """
-    moments, outer = _backward_moments(chunk), _outer_units(uses)
+    moments, outer = _backward_moments(chunk), outer_units(uses)
     read = {Phase.RECOMPUTE: lambda use: use.units, Phase.PRE_BACKWARD: _read_in_backward}
     return [_Stop(moment, _without(read[moment.phase](uses[moment.use]), outer)) for moment in (moments[1:] if len(chunk) > 1 else moments)]
 
@@ -294,7 +289,7 @@ def _in_order_of_time(actions: Mapping[Moment, Actions], uses: Sequence[Use]) ->
     chunks = _chunks(uses)
     forward = [Moment(phase, use) for chunk in chunks for use in chunk for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
     backward = [moment for chunk in reversed(chunks) for moment in _backward_moments(chunk)]
-    if has_outer_use(uses):
+    if outer_units(uses):
         forward = [Moment(Phase.PRE_FORWARD, 0), *forward, Moment(Phase.POST_FORWARD, 0)]
         backward = [Moment(Phase.PRE_BACKWARD, 0), *backward]
     moments = [*forward, *backward, Moment(Phase.AFTER_BACKWARD, 0)]

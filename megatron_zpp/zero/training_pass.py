@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Links
-from megatron_zpp.parallel.specs import Use, has_outer_use
+from megatron_zpp.parallel.specs import Use, outer_units
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.gradient_progress import GradientProgress
 from megatron_zpp.zero.gradients import Descents, UnitGradient
@@ -66,7 +66,7 @@ class TrainingPass:
         """
         self._module = module
         self._uses = tuple(uses)
-        self._outer_units = uses[0].units if has_outer_use(uses) else ()
+        self._outer_units = outer_units(uses)
         self._unit_names = tuple(" + ".join(use.units) for use in uses)
         self._first_use = first_uses(uses)
         self._full_at_gradients = full_at_gradients(uses)
@@ -85,8 +85,9 @@ class TrainingPass:
         self._is_in_backward = False
         self._is_last_microbatch = True
         self._hooks: list[RemovableHandle] = hook_uses(module, uses, self)
-        for unit in filter(lambda unit: unit.trains, units):
-            self._hooks += hook_parameters(unit.name, unit.parameters, self)
+        for unit in units:
+            if unit.trains:
+                self._hooks += hook_parameters(unit.name, unit.parameters, self)
 
     # ---- forward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zpp.parallel.specs import Use, has_outer_use
+from megatron_zpp.parallel.specs import Use, outer_units
 from megatron_zpp.parallel.topology import Direction, Lane, Link
 from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.schedule import Moment, Phase, Schedule
@@ -15,12 +15,12 @@ def chunks_of(uses: tuple[Use, ...]) -> list[list[int]]:
     """The uses that are recomputed together, and each of the others alone; without the call of the whole module."""
     numbers = [-1 - index if use.recomputed_in is None else use.recomputed_in for index, use in enumerate(uses)]
     chunks = [[index for index, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
-    return chunks[has_outer_use(uses) :]
+    return chunks[bool(outer_units(uses)) :]
 
 
 def forward_moments(uses: tuple[Use, ...], *, is_training: bool = True) -> list[Moment]:
     """In training, the call of the whole module has no end: its weights stay for backward."""
-    outer = int(has_outer_use(uses))
+    outer = int(bool(outer_units(uses)))
     inner = [Moment(phase, index) for index in range(outer, len(uses)) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
     before, after = [Moment(Phase.PRE_FORWARD, 0)] * outer, [Moment(Phase.POST_FORWARD, 0)] * outer
     return [*before, *inner, *([] if is_training else after)]
@@ -31,7 +31,7 @@ def backward_moments(uses: tuple[Use, ...]) -> list[Moment]:
 
     It does not go through uses to which it is not sure to come.
     """
-    moments = [Moment(Phase.PRE_BACKWARD, 0)] * has_outer_use(uses)
+    moments = [Moment(Phase.PRE_BACKWARD, 0)] * bool(outer_units(uses))
     for chunk in reversed(chunks_of(uses)):
         last, *others = reversed(chunk)
         moments.append(Moment(Phase.PRE_BACKWARD, last))
@@ -51,7 +51,7 @@ class ScheduledUnits:
         self._uses = uses
         self._weights_in_step = weights_in_step
         self._chunk_of = {index: chunk for chunk in [[0], *chunks_of(uses)] for index in chunk}
-        self._outer = [0] * has_outer_use(uses)  # full from the beginning to the end
+        self._outer = [0] * bool(outer_units(uses))  # full from the beginning to the end
         self._on_secondary: set[str] = set()  # there or on the way
         self._climbing: set[str] = set()  # to the full rung
         self._full: set[str] = set()

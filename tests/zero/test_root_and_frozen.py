@@ -70,6 +70,12 @@ def check(found: History, expected: History, within: float) -> None:
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2 * within)
 
 
+def check_what_has_changed(weights: dict[str, Tensor], before: nn.Module) -> None:
+    """All that is trained, and to the bit nothing that is frozen."""
+    for path, first in before.named_parameters():
+        assert torch.equal(weights[path], first.float()) is not first.requires_grad
+
+
 # ---- the same training
 
 
@@ -81,8 +87,7 @@ def test_losses_and_norms_are_those_of_plain_torch(make: Callable[[], nn.Module]
     expected, _ = trained_plainly(make, STEPS)
     found, weights = trained_in_world(make, EXACT[row], (2, 2))
     check(found, expected, within=2e-5)
-    for path, first in made(make).named_parameters():
-        assert torch.equal(weights[path], first) is not first.requires_grad
+    check_what_has_changed(weights, made(make))
 
 
 @pytest.mark.virtual
@@ -94,8 +99,7 @@ def test_coded_rows_stay_near_plain_torch(make: Callable[[], nn.Module], row: st
     found, weights = trained_in_world(make, CODED[row], (2, 2))
     check(found, expected, within=0.05)
     assert found != trained_in_world(make, EXACT["stage 3"], (2, 2))[0]  # something is coded
-    for path, first in made(make).named_parameters():
-        assert torch.equal(weights[path], first) is not first.requires_grad
+    check_what_has_changed(weights, made(make))
 
 
 @pytest.mark.parametrize("make", UNITS)
@@ -367,9 +371,8 @@ def test_frozen_weights_rest_in_the_type_that_they_had(row: str) -> None:
 
     dtypes, weights, loss = run_world((2, 2), program, takes_turns=False)[0]
     assert dtypes == [torch.bfloat16, torch.bfloat16, *[torch.float32] * 4]
-    for path, first in half_frozen().named_parameters():
-        assert weights[path].dtype == torch.float32
-        assert torch.equal(weights[path], first.float()) is not first.requires_grad
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    check_what_has_changed(weights, half_frozen())
     assert loss == pytest.approx(loss_of(lambda images: half_frozen().bfloat16()(images.bfloat16()), 0).item(), rel=0.05)
 
 
