@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.codecs import LinkCodecs
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.specs import UnitSpec, Use
@@ -64,9 +63,8 @@ class ZeroEngine:
         self.units: list[WeightUnit] = []
         self.gradients: list[UnitGradient] = []
         self._home = links.home(is_host=self.options.policy.optimizer is Rung.HOST)
-        trained, frozen = ((options, *options.codecs(iteration=0)) for options in (self.options, self.options.for_frozen()))
         for spec in unit_specs:
-            self._add_unit(spec, *(trained if spec.trains else frozen))
+            self._add_unit(spec)
         self.trained = [unit for unit in self.units if unit.trains]
         schedule = training_schedule(uses, options.prefetch)
         groups = update_groups([unit.name for unit in self.trained], schedule.values(), at_once=self._home.runs_behind)
@@ -78,9 +76,10 @@ class ZeroEngine:
         self._on_close = on_close
         self._is_closed = False
 
-    def _add_unit(self, spec: UnitSpec, options: EngineOptions, weight_codecs: LinkCodecs, gradient_codecs: LinkCodecs) -> None:
-        links = self.links
+    def _add_unit(self, spec: UnitSpec) -> None:
+        links, options = self.links, self.options if spec.trains else self.options.for_frozen()
         layout = FlatLayout(spec.params, links.topology.data_ranks, options.block_numel)
+        weight_codecs, gradient_codecs = options.codecs(iteration=0)
         unit = WeightUnit(spec, layout, options.policy, links, self._home, weight_codecs, options.dtype)
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")

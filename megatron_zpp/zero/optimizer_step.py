@@ -174,9 +174,8 @@ class OptimizerStep:
         if not changes_codecs:
             return
         weight_codecs, gradient_codecs = self._options.codecs(iteration)
-        frozen_codecs, _ = self._options.for_frozen().codecs(iteration)
         for unit in self._units:
-            unit.use_codecs(weight_codecs if unit.trains else frozen_codecs)
+            unit.use_codecs(weight_codecs if unit.trains else self._options.for_frozen().codecs(iteration)[0])
         for gradient in self._gradients:
             gradient.use_codecs(gradient_codecs)
         self._links.staging.clear()
