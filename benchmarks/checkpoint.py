@@ -1,6 +1,6 @@
 """Times the saving and loading of checkpoints beside a plain write and read of the same bytes on the same disk.
 
-    python benchmarks/checkpoint.py --directory /path/on/the/disk
+    python -m benchmarks.checkpoint --directory /path/on/the/disk
 
 One rank saves a state of --megabytes: first it waits for the save, then it saves in the background while iterations multiply matrices.
 Every round takes all measures, each round in another order, so that other load on the machine slows all of them equally. Times are medians
@@ -23,10 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from report import report
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.report import report
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader

@@ -1,6 +1,6 @@
 """Measures what codes lose: errors and bias of the Gaussian codes on blocks of several kinds, and the slope of a mean in 4 bits.
 
-    python benchmarks/code_errors.py --output benchmarks/results/code_errors.json
+    python -m benchmarks.code_errors --output benchmarks/results/code_errors.json
 
 Nothing here depends on the machine: all draws have fixed seeds, and kernels and reference have the same bits. The error of a block is the
 mean of sum (x' - x)^2 / sum x^2 over draws of the signs. Its squared bias is the same of the mean of x', without what the number of draws
@@ -16,11 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from report import report
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.report import report
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.gaussian import decode_gaussian, decode_mean_gaussian, encode_gaussian
 from megatron_zpp.ops.payload import coded_bytes, gaussian_bytes

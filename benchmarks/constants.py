@@ -1,6 +1,6 @@
 """Measures here what plans of time assume, and prints it beside the table of megatron_zpp/training/hardware.py.
 
-    python benchmarks/constants.py
+    python -m benchmarks.constants
 
 Codecs, sockets and AdamW are timed on one core, by benchmarks/quantization.py, sockets.py and host_adam.py; on a GPU also its codecs and
 its link to the host. Other programs on the machine slow some of it; run it on a quiet one.
@@ -14,23 +14,19 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import quantization
-import sockets
 import torch
-from gpu import speed
-from gpu.deadline import Deadline
-from gpu.outcome import Outcome
-from gpu.session import RankPlace, Session
-from host_adam import measure as measure_adam
-from report import machine_text, origin
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks import quantization, sockets
+from benchmarks.gpu import speed
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.host_adam import measure as measure_adam
+from benchmarks.report import machine_text, origin
 from megatron_zpp.ops import extension
 from megatron_zpp.training.hardware import CONSTANTS
+from testbed.session import RankPlace, Session
 
 INTEGER_MEGABYTES, GAUSSIAN_MEGABYTES, GPU_MEGABYTES = 16, 1, 64
 ADAM_FLAGS = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --vocab-size 1000 --micro-batch-size 1 --mock-data "

@@ -1,6 +1,6 @@
 """Measures the indices of a large corpus: time and peak memory to build them in C++ and in numpy, and the time to open cached ones.
 
-    python benchmarks/data_index.py --documents 1000000 --tokens 1000000000
+    python -m benchmarks.data_index --documents 1000000 --tokens 1000000000
 
 The corpus has synthetic lengths and no tokens: its .bin is a sparse file of the right size. Each figure comes from a process of its own.
 The peak counts what the call allocates, including its result but not the lengths of the documents.
@@ -20,10 +20,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from report import report
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.report import report
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data import index_builders
 from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
@@ -88,7 +86,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray) -> None:
 
 def median_of(args: argparse.Namespace, measure: str, builder: str) -> dict[str, object]:
     """Medians over rounds, each measured in a fresh process."""
-    command = [sys.executable, __file__, "--measure", measure, "--builder", builder, "--folder", str(args.folder)]
+    command = [sys.executable, "-m", "benchmarks.data_index", "--measure", measure, "--builder", builder, "--folder", str(args.folder)]
     command += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("documents", "tokens", "seq-length", "sources")]
     found = [json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(args.rounds)]
     names = ("seconds", "cpu_seconds", "peak_megabytes")

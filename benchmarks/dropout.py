@@ -1,6 +1,6 @@
 """Times hidden dropout, forward and backward, beside torch's dropout on this machine's CPU, and counts what both keep for backward.
 
-    python benchmarks/dropout.py --threads 1
+    python -m benchmarks.dropout --threads 1
 
 Prints a table in Markdown and writes the same as JSON. A case is the output of a block of a known model: samples x tokens x channels. The
 two take turns in every round, so that other load on the machine slows both, and times are those of the processor, not of the clock. The
@@ -19,11 +19,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from report import report
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.report import report
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.dropout import dropout, mask_start
 

@@ -1,6 +1,6 @@
 """Runs a command with fake GPUs, which compute nothing: torch's dispatch, allocator, streams and NCCL groups run as with real ones.
 
-    python benchmarks/fake_gpus.py --gpus 4 COMMAND
+    python -m benchmarks.fake_gpus --gpus 4 COMMAND
 
 Needs torch built for CUDA 13 and CUDA's toolkit, and no GPU. Every number on a fake GPU is zero, so losses are zero, too. cuDNN is one of
 an old version, so that --attention-backend auto takes flash; --attention-backend fused does not work.
@@ -13,10 +13,9 @@ import os
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+from benchmarks.fake_gpu.libraries import fake_gpus
 
-from fake_gpu.libraries import fake_gpus  # noqa: E402
+FOLDER = Path(__file__).resolve().parent
 
 
 def main() -> None:

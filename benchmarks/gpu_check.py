@@ -19,15 +19,14 @@ import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+from benchmarks.gpu.part_process import run_part
+from benchmarks.gpu.parts import Part, all_parts, chosen
+from benchmarks.gpu.rank_processes import FOUND_VARIABLE
+from benchmarks.gpu.runner import Runner
+from benchmarks.gpu.texts import printed
+from benchmarks.gpu.version import commit, source_digest
 
-from gpu.part_process import run_part  # noqa: E402
-from gpu.parts import Part, all_parts, chosen  # noqa: E402
-from gpu.rank_processes import FOUND_VARIABLE  # noqa: E402
-from gpu.runner import Runner  # noqa: E402
-from gpu.texts import printed  # noqa: E402
-from gpu.version import commit, source_digest  # noqa: E402
+FOLDER = Path(__file__).resolve().parent
 
 DEFAULT_LIMIT_SECONDS = 470.0
 APEX_VARIABLE = "GPU_CHECK_APEX_SOURCES"
@@ -55,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
 
 def command(part: Part, seconds: float, result: Path) -> list[str]:
-    return [sys.executable, str(Path(__file__).resolve()), "--run-part", part.name, "--seconds", f"{seconds:.1f}", "--output", str(result)]
+    return [sys.executable, "-m", "benchmarks.gpu_check", "--run-part", part.name, "--seconds", f"{seconds:.1f}", "--output", str(result)]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -13,4 +13,4 @@ if ! has_torch "$python"; then
     echo "error: no Python with torch and numpy is found; name one with PYTHON=..." >&2
     exit 2
 fi
-exec "$python" benchmarks/gpu_check.py "$@"
+exec "$python" -m benchmarks.gpu_check "$@"

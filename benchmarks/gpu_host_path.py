@@ -1,6 +1,6 @@
 """Measures, without a GPU, the memory that torch allocates for a training step on GPUs, and how often the host calls them.
 
-    python benchmarks/gpu_host_path.py --output benchmarks/results/gpu_host_path.json
+    python -m benchmarks.gpu_host_path --output benchmarks/results/gpu_host_path.json
 
 Ranks are processes with fake GPUs (fake_gpus.py), so torch's allocator, streams and NCCL groups do what they do with real ones, while
 kernels, products and collectives do nothing. A table has the peak of allocated and of reserved memory on the rank that needs most, beside
@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+from benchmarks.fake_gpu.counts import COLLECTIVE, EVENT, HOST_WAIT, LAUNCH, PRODUCT, STREAM_WAIT
+from benchmarks.fake_gpu.libraries import fake_gpus
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.files import read_json
+from benchmarks.gpu.rank_processes import ONE_GPU_EACH, in_words, run_ranks
+from benchmarks.report import report
 
-from fake_gpu.counts import COLLECTIVE, EVENT, HOST_WAIT, LAUNCH, PRODUCT, STREAM_WAIT  # noqa: E402
-from fake_gpu.libraries import fake_gpus  # noqa: E402
-from gpu.deadline import Deadline  # noqa: E402
-from gpu.files import read_json  # noqa: E402
-from gpu.rank_processes import ONE_GPU_EACH, in_words, run_ranks  # noqa: E402
-from report import report  # noqa: E402
+FOLDER = Path(__file__).resolve().parent
 
 GIB = 2**30
 COMMON = "--bf16 --mock-data --train-iters 100 --attention-dropout 0 --hidden-dropout 0 --attention-backend flash --vocab-size 50257"
@@ -140,7 +139,7 @@ def run(case: Case) -> Measured:
         folder = Path(name)
         words = [
             "-m",
-            "gpu_host_path_rank",
+            "benchmarks.gpu_host_path_rank",
             str(folder / "found"),
             str(case.ranks_per_node),
             str(case.microbatches),

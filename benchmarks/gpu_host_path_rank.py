@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fake_gpu.counts import KERNEL, counts, forget_counts
-from gpu.files import write_json
-from gpu.session import RankPlace, Session
 
+from benchmarks.fake_gpu.counts import KERNEL, counts, forget_counts
+from benchmarks.gpu.files import write_json
 from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import make_lanes
@@ -26,6 +25,7 @@ from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.ops import extension
 from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend, world_options
 from megatron_zpp.training.sharding import grid_of
+from testbed.session import RankPlace, Session
 
 TIMEOUT = timedelta(minutes=10)
 STEPS = 3  # before the one that is counted

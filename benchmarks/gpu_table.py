@@ -1,6 +1,6 @@
 """Keeps the numbers of gpu_half_hour.sh in one file, and prints them as tables. Needs no GPU.
 
-    python benchmarks/gpu_table.py gpu_half_hour --output benchmarks/results/gpu_h100.json
+    python -m benchmarks.gpu_table gpu_half_hour --output benchmarks/results/gpu_h100.json
 
 Of speeds it keeps those of the training script (command 3), of a model of a billion parameters, and of every kernel (command 1).
 """
@@ -16,17 +16,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent / "tests")]
+import torch
 
-import kernel_work  # noqa: E402
-import torch  # noqa: E402
-from gpu import script  # noqa: E402
-from gpu.place import Place  # noqa: E402
-from gpu.script import GIB, Speed  # noqa: E402
-from gpu.training import MICROBATCHES, VARIANTS  # noqa: E402
-from harness.device_work import Work  # noqa: E402
-from report import write  # noqa: E402
+from benchmarks import kernel_work
+from benchmarks.gpu import script
+from benchmarks.gpu.place import Place
+from benchmarks.gpu.script import GIB, Speed
+from benchmarks.gpu.training import MICROBATCHES, VARIANTS
+from benchmarks.report import write
+from testbed.kernels.device_work import Work
+
+FOLDER = Path(__file__).resolve().parent
 
 COMMANDS = "1", "2", "3", "4"  # of gpu_half_hour.sh
 MEGABYTES = 64  # of the values of the kernels that are kept
@@ -42,7 +42,7 @@ def main() -> None:
     found = kept([json.loads((args.folder / name / "gpu_check.json").read_text(encoding="utf-8")) for name in COMMANDS])
     print("\n\n".join((run_table(found), variant_table(found), kernel_table(found))))
     if args.output is not None:
-        command = shlex.join(["python", "benchmarks/gpu_table.py", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "benchmarks.gpu_table", *sys.argv[1:]])
         write(args.output, {"command": command, **found})
 
 

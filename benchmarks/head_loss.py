@@ -1,6 +1,6 @@
 """Times head and loss, forward and backward, with whole logits and in chunks of tokens, and measures the peak memory of each.
 
-    python benchmarks/head_loss.py --output benchmarks/results/head_loss.json
+    python -m benchmarks.head_loss --output benchmarks/results/head_loss.json
 
 Prints a table in Markdown and writes the same as JSON. The ways take turns in every round, so that other load on the machine slows all of
 them. Times are CPU seconds of this process on one thread, medians over rounds; the ratio is the median of the ratios within a round. Memory
@@ -25,11 +25,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from report import report
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.report import report
 from megatron_zpp.model.loss import head_loss
 from megatron_zpp.model.loss_chunks import ranges
 from megatron_zpp.monitor.memory import PROCESS_STATUS, max_resident_bytes, resident_bytes

@@ -1,6 +1,6 @@
 """Times AdamW on the host, where an offloaded optimizer updates unit after unit, beside torch's fused AdamW over one tensor.
 
-    python benchmarks/host_adam.py --threads 1 --output benchmarks/results/host_adam.json
+    python -m benchmarks.host_adam --threads 1 --output benchmarks/results/host_adam.json
 
 Prints a table in Markdown and writes the same as JSON. The ways take turns in every round, so that other load on the machine slows all of
 them; times are medians over rounds, and the share is the median of the shares within a round: 1 is as fast as torch's AdamW that does the
@@ -20,15 +20,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from report import report
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from gpu.session import RankPlace, Session
-
+from benchmarks.report import report
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.optimizer import Update
+from testbed.session import RankPlace, Session
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
 FACTOR = 0.999

@@ -1,8 +1,8 @@
 """Counts, without a GPU, what the CUDA kernels ask of one: instructions and sectors of memory, per byte of their tensors.
 
-    python benchmarks/kernel_work.py --output benchmarks/results/kernel_work.json
+    python -m benchmarks.kernel_work --output benchmarks/results/kernel_work.json
 
-Every call that gpu_check.sh times is run on a machine for PTX (tests/harness/ptx_machine/), which needs nvcc. PTX is what nvcc gives to
+Every call that gpu_check.sh times is run on a machine for PTX (testbed/kernels/ptx_machine/), which needs nvcc. PTX is what nvcc gives to
 ptxas; a GPU executes about two thirds as many instructions, because most moves vanish. Of half rate are integers without their products,
 logic, shifts, comparisons, selections, minima, maxima and roundings to 16 bits: a multiprocessor has units for 64 per clock, and issues 128
 instructions. A sector is 32 bytes, the least that moves between memory and a GPU; where the sectors of a warp's accesses have as many bytes
@@ -19,12 +19,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent / "tests")]
+from benchmarks.report import report
+from testbed.kernels.device_code import nvcc_version, work_on_ptx
+from testbed.kernels.device_work import Work
 
-from harness.device_code import nvcc_version, work_on_ptx  # noqa: E402
-from harness.device_work import Work  # noqa: E402
-from report import report  # noqa: E402
+FOLDER = Path(__file__).resolve().parent
 
 SLICES, RUN_NUMEL, BLOCK_NUMEL = 2, 32768, 256
 

@@ -1,6 +1,6 @@
 """Measures the memory of activations on ranks that divide samples, and trains within a limit of memory that one rank alone exceeds.
 
-    python benchmarks/long_sequences.py --output benchmarks/results/long_sequences.json
+    python -m benchmarks.long_sequences --output benchmarks/results/long_sequences.json
 
 Ranks are processes over gloo on one machine. A table has the peak of resident memory in the second step, minus what was resident before
 it, on the rank that needs most, and the plan of what exists only inside a step: activations with what is exchanged, gathered units, and
@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.files import read_json
+from benchmarks.gpu.rank_processes import ONE_GPU_EACH, Ended, run_ranks
+from benchmarks.report import report
 
-from gpu.deadline import Deadline  # noqa: E402
-from gpu.files import read_json  # noqa: E402
-from gpu.rank_processes import ONE_GPU_EACH, Ended, run_ranks  # noqa: E402
-from report import report  # noqa: E402
+FOLDER = Path(__file__).resolve().parent
 
 MIB = 2**20
 MODEL = (
@@ -83,7 +82,7 @@ def run(tokens: int, ranks: int, limit_bytes: int = 0) -> Measured:
     """Trains on one sample that `ranks` ranks divide. Raises RunFailed if a rank fails, as with too low a limit."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = ["-m", "long_sequences_rank", str(folder / "found"), str(STEPS), str(limit_bytes), *MODEL.split()]
+        words = ["-m", "benchmarks.long_sequences_rank", str(folder / "found"), str(STEPS), str(limit_bytes), *MODEL.split()]
         words += ["--seq-length", str(tokens)]
         ended = run_ranks(words, ranks, ONE_GPU_EACH, folder, Deadline(SECONDS_PER_RUN), ENVIRONMENT)
         if any(end.code != 0 for end in ended):

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpu.files import write_json
-from gpu.session import RankPlace, Session
 
+from benchmarks.gpu.files import write_json
 from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.monitor.memory import PROCESS_STATUS, max_resident_bytes, resident_bytes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import make_lane_groups
+from testbed.session import RankPlace, Session
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(minutes=30)

@@ -1,9 +1,9 @@
 """Measures what quantized communication costs in loss: the same model and data with and without it, paired by seed.
 
-    python benchmarks/loss_parity.py
-    python benchmarks/loss_parity.py --groups first --seeds 9 10 11 12
-    python benchmarks/loss_parity.py --model wide --groups rows --seeds 1 2 3 4 5 6 7 8
-    python benchmarks/loss_parity.py --report-only
+    python -m benchmarks.loss_parity
+    python -m benchmarks.loss_parity --groups first --seeds 9 10 11 12
+    python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8
+    python -m benchmarks.loss_parity --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one
 process that take turns, each with the engine as in any run; so one core is enough. Runs of one seed share initial weights, samples and
@@ -15,26 +15,26 @@ outcome is stored at once and not computed again; the table, the picture and the
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
-import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent / "tools")]
+import torch
 
-import torch  # noqa: E402
-from collect_corpus import sources  # noqa: E402
-from loss_study.gaps import gaps_of  # noqa: E402
-from loss_study.record import Record  # noqa: E402
-from loss_study.report import draw, table  # noqa: E402
-from loss_study.settings import GROUPS, plain_of  # noqa: E402
-from loss_study.text import Text, stored_text  # noqa: E402
-from loss_study.training import HELD_OUT_SAMPLES, MODELS, SEQ_LENGTH, common_flags, trained  # noqa: E402
-from report import machine_text, origin  # noqa: E402
+from benchmarks.loss_study.gaps import gaps_of
+from benchmarks.loss_study.record import Record
+from benchmarks.loss_study.report import draw, table
+from benchmarks.loss_study.settings import GROUPS, plain_of
+from benchmarks.loss_study.text import Text, stored_text
+from benchmarks.loss_study.training import HELD_OUT_SAMPLES, MODELS, SEQ_LENGTH, common_flags, trained
+from benchmarks.report import machine_text, origin
+from megatron_zpp.ops import extension
 
-from megatron_zpp.ops import extension  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[1]
 MISTAKE_EXIT_CODE = 2
+MOST_MEGABYTES = 1000  # more than the standard library has
 OUTPUTS = {"narrow": "benchmarks/results/loss_parity.json", "wide": "benchmarks/results/loss_parity_wide.json"}
 
 
@@ -74,9 +74,16 @@ def _run(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _text(work_dir: Path) -> Text:
-    library = Path(sysconfig.get_path("stdlib"))
-    content = stored_text(work_dir / "text.bin", (source.text for source in sources(library)))
-    return Text(content, SEQ_LENGTH, HELD_OUT_SAMPLES)
+    return Text(stored_text(work_dir / "text.bin", _sources(work_dir / "corpus.jsonl")), SEQ_LENGTH, HELD_OUT_SAMPLES)
+
+
+def _sources(corpus: Path) -> Iterator[str]:
+    """Every source file of the standard library."""
+    words = [str(ROOT / "tools" / "collect_corpus.py"), "--output", str(corpus), "--max-megabytes", str(MOST_MEGABYTES)]
+    subprocess.run([sys.executable, *words], check=True)
+    with open(corpus, encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)["text"]
 
 
 def _parser() -> argparse.ArgumentParser:

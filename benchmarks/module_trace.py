@@ -1,6 +1,6 @@
 """Records what a program with a module of its own sees of a step in torch's profiler: units, what they wait for, and the hops beside them.
 
-    python benchmarks/module_trace.py
+    python -m benchmarks.module_trace
 
 Two nodes of two CPU ranks on this machine train examples/shard_your_own_module.py with ZeRO-3. docs/draw.py draws the step of rank 0.
 """
@@ -21,13 +21,9 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile, record_function
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
-from report import origin
-from shard_your_own_module import ViT, global_batch
-from step_trace import Step, step_of
-
+from benchmarks.report import origin
+from benchmarks.step_trace import Step, step_of
+from examples.shard_your_own_module import ViT, global_batch
 from megatron_zpp import leave_world, shard
 from megatron_zpp.monitor.profiler import all_threads
 
@@ -45,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "step.json"
         world = {"WORLD_SIZE": NODES * RANKS_PER_NODE, "LOCAL_WORLD_SIZE": RANKS_PER_NODE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
-        command = [sys.executable, __file__, "--output", str(part)]
+        command = [sys.executable, "-m", "benchmarks.module_trace", "--output", str(part)]
         places = [{**world, "RANK": rank, "LOCAL_RANK": rank % RANKS_PER_NODE} for rank in range(NODES * RANKS_PER_NODE)]
         ranks = [subprocess.Popen(command, env={**os.environ, **{name: str(value) for name, value in place.items()}}) for place in places]
         if any([rank.wait() for rank in ranks]):

@@ -1,6 +1,6 @@
 """Compares the time model of tools/plan_run.py with the throughput that the ZeRO++ paper published (arXiv 2306.10209).
 
-    python benchmarks/paper_table.py
+    python -m benchmarks.paper_table
 
 The paper's world is 384 V100 as 24 nodes of 16, each node with 1, 2, 4 or 8 InfiniBand ports of 100 Gbit/s. The published figures are
 TFLOPS per GPU, which count 8 operations per parameter and token; they were read from the authors' bar charts, with an error of
@@ -15,13 +15,10 @@ which is fitted to ZeRO++'s bars.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld

@@ -1,7 +1,7 @@
 """Measures what tools/preprocess_data.py needs of the processor beside other ways from the same text to ids.
 
-    python benchmarks/preprocess.py --before CHECKOUT
-    python benchmarks/preprocess.py --megabytes 0 --memory-megabytes 200 1000
+    python -m benchmarks.preprocess --before CHECKOUT
+    python -m benchmarks.preprocess --megabytes 0 --memory-megabytes 200 1000
 
 Prints tables in Markdown and writes the same as JSON. The corpus is text files of this machine (.py, .rst, .md and .txt), each once, as
 JSON lines; the tokenizers are trained on a part of it. Every way runs in processes of its own. Their CPU seconds count, which other load on
@@ -24,18 +24,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks.report import report
+from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
+from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-import preprocess_data  # noqa: E402
-from report import report  # noqa: E402
-from train_tokenizer import train_model  # noqa: E402
-
-from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer  # noqa: E402
-from megatron_zpp.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
 
 SENTENCEPIECE_VOCAB_SIZE = 16000
 GPT2_VOCAB_SIZE = 32000
@@ -48,14 +46,21 @@ SAMPLE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Kind:
-    """One tokenizer: its name in the tables and the flags that describe it."""
+    """One tokenizer: its name in the tables, and the fields of DataConfig that describe it."""
 
     name: str
-    flags: list[str]
+    fields: dict[str, Any]
+
+    @property
+    def flags(self) -> list[str]:
+        return [word for name, value in self.fields.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+    def tokenizer(self) -> Tokenizer:
+        return build_tokenizer(DataConfig(**self.fields))
 
 
 # Text that is ids already: it passes fastest through reading, queues and writing, and so needs the most memory.
-IDS = Kind("ids", ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(2**31 - 1)])
+IDS = Kind("ids", {"tokenizer_type": "NullTokenizer", "vocab_size": 2**31 - 1})
 
 
 @dataclass
@@ -112,17 +117,21 @@ def train_tokenizers(folder: Path) -> list[Kind]:
     from tokenizers import ByteLevelBPETokenizer
 
     with open(folder / "corpus.jsonl", encoding="utf-8") as corpus:
-        texts = [json.loads(line)["text"] for place, line in enumerate(corpus) if place % TRAINING_SHARE == 0]
-    (folder / "sp.model").write_bytes(train_model(texts, vocab_size=SENTENCEPIECE_VOCAB_SIZE, model_type="bpe"))
+        lines = [line for place, line in enumerate(corpus) if place % TRAINING_SHARE == 0]
+    part, prefix = folder / "training.jsonl", folder / "sp"
+    part.write_text("".join(lines), encoding="utf-8")
+    flags = ["--input", str(part), "--model-prefix", str(prefix), "--vocab-size", str(SENTENCEPIECE_VOCAB_SIZE)]
+    subprocess.run([sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), *flags], check=True, capture_output=True)
+    texts = [json.loads(line)["text"] for line in lines]
     gpt2 = ByteLevelBPETokenizer()
     gpt2.train_from_iterator(texts, vocab_size=GPT2_VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False)
     gpt2.save_model(str(folder))
     gpt2.save(str(folder / "tokenizer.json"))
-    files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
+    files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
     return [
-        Kind("GPT-2 BPE", ["--tokenizer-type", "GPT2BPETokenizer", *files]),
-        Kind("Hugging Face", ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer.json")]),
-        Kind("SentencePiece", ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(folder / "sp.model")]),
+        Kind("GPT-2 BPE", {"tokenizer_type": "GPT2BPETokenizer", **files}),
+        Kind("Hugging Face", {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer.json")}),
+        Kind("SentencePiece", {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": f"{prefix}.model"}),
     ]
 
 
@@ -151,10 +160,12 @@ def measure(kind: Kind, folder: Path, args: argparse.Namespace) -> Result:
 
 def run_way(way: str, kind: Kind, source: Path, prefix: Path, before: Path | None) -> float:
     """The CPU seconds of one way. A loop counts from after the start of its interpreter, the tool with it."""
-    flags = ["--input", str(source), "--output-prefix", str(prefix), "--append-eod", "--workers", "1", *kind.flags]
-    if way in ("library", "loop", "package"):
+    if way in LOOPS:
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            return pool.apply(LOOPS[way], (flags,)) if way != "package" else run_package(flags)
+            return pool.apply(LOOPS[way], (kind, source, prefix))
+    if way == "package":
+        return run_package(kind, source, prefix)
+    flags = ["--input", str(source), "--output-prefix", str(prefix), "--append-eod", "--workers", "1", *kind.flags]
     root = ROOT if way == "tool" or before is None else before
     began = os.times()
     subprocess.run([sys.executable, str(root / "tools" / "preprocess_data.py"), *flags], check=True, capture_output=True)
@@ -162,38 +173,38 @@ def run_way(way: str, kind: Kind, source: Path, prefix: Path, before: Path | Non
     return ended.children_user + ended.children_system - began.children_user - began.children_system
 
 
-def run_library(flags: Sequence[str]) -> float:
+def run_library(kind: Kind, source: Path, prefix: Path) -> float:
     """The fastest library alone: a list of texts in memory becomes arrays of ids."""
-    tokenizer, texts = _tokenizer(flags), [json.loads(line)["text"] for line in _source(flags).read_bytes().splitlines()]
-    encode = _library_encode(tokenizer)
+    texts = [json.loads(line)["text"] for line in source.read_bytes().splitlines()]
+    encode = _library_encode(kind.tokenizer())
     began = _cpu_seconds()
     for text in texts:
         encode(text)
     return _cpu_seconds() - began
 
 
-def run_loop(flags: Sequence[str]) -> float:
+def run_loop(kind: Kind, source: Path, prefix: Path) -> float:
     """A plain loop over the fastest library: reads, parses and encodes line by line, and writes all ids at the end."""
-    tokenizer, documents = _tokenizer(flags), []
+    tokenizer, documents = kind.tokenizer(), []
     encode = _library_encode(tokenizer)
     began = _cpu_seconds()
-    with open(_source(flags), encoding="utf-8") as lines:
+    with open(source, encoding="utf-8") as lines:
         for line in lines:
             documents.append(np.append(encode(json.loads(line)["text"]), tokenizer.eod).astype(np.uint16))
-    np.concatenate(documents).tofile(flags[flags.index("--output-prefix") + 1] + ".plain")
+    np.concatenate(documents).tofile(f"{prefix}.plain")
     return _cpu_seconds() - began
 
 
-def run_package(flags: Sequence[str]) -> float:
+def run_package(kind: Kind, source: Path, prefix: Path) -> float:
     """A loop like that of Megatron's tool over the package that defines the ids, with one worker.
 
     The worker parses and encodes a line, and sends a list of ids; this process makes an array of every document and writes it.
     """
     began = os.times()
     with (
-        open(_source(flags), encoding="utf-8") as lines,
-        open(flags[flags.index("--output-prefix") + 1] + ".plain", "wb") as file,
-        multiprocessing.get_context("fork").Pool(1, _start_worker, (flags,)) as pool,
+        open(source, encoding="utf-8") as lines,
+        open(f"{prefix}.plain", "wb") as file,
+        multiprocessing.get_context("fork").Pool(1, _start_worker, (kind,)) as pool,
     ):
         for ids in pool.imap(_encode_line, lines, MEGATRON_CHUNK):
             file.write(np.array(ids, dtype=np.uint16).tobytes())
@@ -208,17 +219,13 @@ LOOPS = {"library": run_library, "loop": run_loop}
 _of_worker: list[Tokenizer] = []
 
 
-def _start_worker(flags: Sequence[str]) -> None:
-    _of_worker.append(_tokenizer(flags))
+def _start_worker(kind: Kind) -> None:
+    _of_worker.append(kind.tokenizer())
 
 
 def _encode_line(line: str) -> list[int]:
     tokenizer = _of_worker[0]
     return [*tokenizer.tokenize(json.loads(line)["text"]), tokenizer.eod]
-
-
-def _tokenizer(flags: Sequence[str]) -> Tokenizer:
-    return preprocess_data._job(preprocess_data._parser().parse_args(flags)).encoder.tokenizer
 
 
 def _library_encode(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
@@ -317,10 +324,6 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8") if path.stat().st_size <= LARGEST_FILE_BYTES else ""
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _source(flags: Sequence[str]) -> Path:
-    return Path(flags[flags.index("--input") + 1])
 
 
 def _cpu_seconds() -> float:

@@ -1,7 +1,7 @@
 """Times the ops of quantization on this machine's CPU, beside a memcpy of the same bytes and beside the plain-torch reference.
 
-    python benchmarks/quantization.py --threads 1
-    python benchmarks/quantization.py --threads 1 --gaussian
+    python -m benchmarks.quantization --threads 1
+    python -m benchmarks.quantization --threads 1 --gaussian
 
 Prints a table in Markdown and writes the same as JSON. Sizes and rates count 16-bit values: a size of 4 MB means that 4 MB of bf16 values
 are encoded or decoded, or are the mean. Kernel and memcpy take turns in every round, so that other load on the machine slows both. With one
@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import report
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.report import report
 from megatron_zpp.ops import extension, gaussian, gaussian_reference, payload, quantization, reference
 
 SLICES = 4

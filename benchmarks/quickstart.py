@@ -1,7 +1,7 @@
 """Keeps what the quickstart left in runs/quickstart: losses, bytes, seconds and a sample, for the README's picture.
 
 bash scripts/quickstart.sh --fresh
-python benchmarks/quickstart.py --output benchmarks/results/quickstart.json
+python -m benchmarks.quickstart --output benchmarks/results/quickstart.json
 """
 
 from __future__ import annotations
@@ -10,15 +10,10 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from compare_runs import summarize
-from report import report
-from run_history import RunHistory, read_history
-
+from benchmarks.report import report
 from megatron_zpp.system.outside import OutsideFile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,32 +43,35 @@ def figures_of(folder: Path) -> dict[str, Any]:
 
     seconds: of the whole script, without the installation of packages.
     """
-    history = read_history(folder / "log.jsonl", "log")
-    validation_loss = summarize(history).validation_losses.get("")
-    if validation_loss is None:
+    run = run_of(folder / "log.jsonl")
+    if not run["validation_losses"]:
         raise ValueError(f"{folder / 'log.jsonl'} holds no validation; {REMEDY}")
     statistics = _file(folder / "statistics.json")
     lines = statistics.content().splitlines() or [b""]
     unigram = statistics.members(lines[-1]).number("unigram_cross_entropy_nats")
     return {
         "seconds": _file(folder / "seconds.json").members().count("seconds"),
-        "run": run_of(history),
-        "compared": {name: run_of(read_history(folder / file, name)) for name, file in COMPARED.items()},
+        "run": run,
+        "compared": {name: run_of(folder / file) for name, file in COMPARED.items()},
         "token_frequencies_loss": unigram,
-        "gain_nats": unigram - validation_loss,
+        "gain_nats": unigram - list(run["validation_losses"].values())[-1],
         "sample": _file(folder / "sample.txt").text(),
     }
 
 
-def run_of(history: RunHistory) -> dict[str, Any]:
-    """The curves of one run, and the bytes of its last step."""
-    summary = summarize(history)
+def run_of(path: Path) -> dict[str, Any]:
+    """The curves of one run, the bytes of its last step, and the median time of its lines but the first. path: of --log-jsonl."""
+    file = _file(path)
+    records = [file.members(line) for line in file.content().splitlines()]
+    lines = [record for record in records if "lm_loss" in record]
+    if not lines:
+        raise ValueError(f"{path} holds no line of training; {REMEDY}")
     return {
-        "losses": history.losses(),
-        "validation_losses": dict(history.validations.get("", [])),
-        "inter_node_bytes": int(summary.inter_node_bytes),
-        "intra_node_bytes": int(summary.intra_node_bytes),
-        "step_ms": summary.step_ms,
+        "losses": {line.count("iteration"): line.number("lm_loss") for line in lines},
+        "validation_losses": {line.count("iteration"): line.number("validation_loss") for line in records if "validation_loss" in line},
+        "inter_node_bytes": lines[-1].count("inter_node_bytes"),
+        "intra_node_bytes": lines[-1].count("intra_node_bytes"),
+        "step_ms": median(line.number("elapsed_ms_per_iteration") for line in lines[1:] or lines),
     }
 
 

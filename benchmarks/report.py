@@ -30,7 +30,7 @@ def origin(program: str, arguments: Sequence[str]) -> dict[str, Any]:
     """How results are made: command, machine, versions and date. program: below benchmarks/."""
     package = re.search(r'^__version__ = "(.+)"$', (ROOT / "megatron_zpp" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        "command": shlex.join(["python", f"benchmarks/{program}", *arguments]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{program.removesuffix('.py')}", *arguments]),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "memory_gib": _memory_gib()},
         "versions": {"python": platform.python_version(), "torch": version("torch"), "megatron_zpp": package[1] if package else "unknown"},
         "date": date.today().isoformat(),

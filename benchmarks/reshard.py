@@ -1,6 +1,6 @@
 """Measures what it takes to find a rank's elements in a checkpoint that was saved in another world.
 
-    python benchmarks/reshard.py --output benchmarks/results/reshard.json
+    python -m benchmarks.reshard --output benchmarks/results/reshard.json
 
 The model has the shapes of Llama 3 70B: 80 blocks, hidden size 8192, 64 heads in 8 groups, 28672 channels, 128256 words. The manifests are
 those of 64 ranks at ZeRO-3 with three states in fp32; there are no tensors. T tensor ranks divide the parameters, and D data ranks divide
@@ -23,10 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from report import report
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.report import report
 from megatron_zpp.checkpoint.manifest import (
     CHUNK_BYTES,
     ELEMENT_BYTES,

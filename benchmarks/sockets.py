@@ -1,6 +1,6 @@
 """Times what a rank's processor spends on bytes that gloo gathers and exchanges over loopback.
 
-    python benchmarks/sockets.py --output benchmarks/results/sockets_cpu.json
+    python -m benchmarks.sockets --output benchmarks/results/sockets_cpu.json
 
 Two ranks send each other payloads as the lanes do, gathers and exchanges in turns. Times are those of the processor, of all threads of a
 rank, in its own code and in the kernel, per byte that the rank receives; it sends as many. Medians over rounds and ranks.
@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import report
 from torch import multiprocessing
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.report import report
 from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Direction, Lane, Link

@@ -1,6 +1,6 @@
 """Records what one rank does in one step over a slow link: what it computes, and when the hops of each lane cross.
 
-    python benchmarks/step_trace.py --rate 160mbit
+    python -m benchmarks.step_trace --rate 160mbit
 
 Two nodes of two CPU ranks, as in two_nodes.py, run the training script with --profile. Of rank 0's trace the computation of units, its
 waits and the hops are kept, in milliseconds after the beginning of the step. docs/draw.py draws them. Needs root or a user namespace.
@@ -19,13 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from report import origin
-from slow_links.configurations import ALL, DEFAULT_MODEL, LEAN, ZERO3
-from slow_links.network import INTERFACE, Network
-from slow_links.rates import Rate
-from slow_links.sandbox import CannotIsolate, enter_own_network
+from benchmarks.report import origin
+from benchmarks.slow_links.configurations import ALL, DEFAULT_MODEL, LEAN, ZERO3
+from testbed.network import INTERFACE, Network
+from testbed.rates import Rate
+from testbed.sandbox import CannotIsolate, enter_own_network
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "step_trace.json"
@@ -55,7 +53,7 @@ class Step:
 def main() -> None:
     options = _parser().parse_args()
     try:
-        enter_own_network([str(Path(__file__).resolve()), *sys.argv[1:]])
+        enter_own_network(["-m", "benchmarks.step_trace", *sys.argv[1:]])
     except CannotIsolate as error:
         sys.exit(f"step_trace.py: {error}")
     network = Network(NODES)

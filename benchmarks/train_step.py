@@ -1,8 +1,8 @@
 """Compares training steps on one node, in turns: time and peak memory. Of our ZeRO-3 and its peers, or of sizes of tensor groups.
 
-    python benchmarks/train_step.py --ranks 2
-    python benchmarks/train_step.py --peers fsdp2 deepspeed    # with DeepSpeed's ZeRO-3, if it is installed
-    python benchmarks/train_step.py --ranks 4 --tensor 1 2 4
+    python -m benchmarks.train_step --ranks 2
+    python -m benchmarks.train_step --peers fsdp2 deepspeed    # with DeepSpeed's ZeRO-3, if it is installed
+    python -m benchmarks.train_step --ranks 4 --tensor 1 2 4
 
 With --tensor, ZeRO-3 shares its layers among as many ranks, and above 1 also with --sequence-parallel; all have the same batch and
 micro-batch, so T ranks that share layers have T times as many micro-batches.
@@ -24,13 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+from benchmarks.report import report
+from benchmarks.slow_links.configurations import DEEPSPEEDS, PEERS, SMOKE_MODEL, ZERO3, Workload
+from benchmarks.slow_links.peers import peers_named
+from benchmarks.slow_links.ranks import Ranks
 
-from report import report  # noqa: E402
-from slow_links.configurations import DEEPSPEEDS, PEERS, SMOKE_MODEL, ZERO3, Workload  # noqa: E402
-from slow_links.peers import peers_named  # noqa: E402
-from slow_links.ranks import Ranks  # noqa: E402
+FOLDER = Path(__file__).resolve().parent
 
 DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 6144"
 SHARED_SMOKE_MODEL = "--num-layers 1 --hidden-size 128 --num-attention-heads 8 --seq-length 16 --vocab-size 1024"

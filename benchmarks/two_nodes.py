@@ -1,9 +1,9 @@
 """Trains over a real, slow network on one machine: our ZeRO-3 and ZeRO++ beside FSDP2, at several rates of the link.
 
-    python benchmarks/two_nodes.py                          # 2 nodes x 2 ranks, 5 rates chosen from the step time without limit
-    python benchmarks/two_nodes.py --nodes 4 --rate unlimited 500mbit 100mbit
-    python benchmarks/two_nodes.py --peers fsdp2 deepspeed  # with DeepSpeed's ZeRO-3, if it is installed
-    python benchmarks/two_nodes.py --smoke                  # tests in under a minute that all works; its figures mean nothing
+    python -m benchmarks.two_nodes                          # 2 nodes x 2 ranks, 5 rates chosen from the step time without limit
+    python -m benchmarks.two_nodes --nodes 4 --rate unlimited 500mbit 100mbit
+    python -m benchmarks.two_nodes --peers fsdp2 deepspeed  # with DeepSpeed's ZeRO-3, if it is installed
+    python -m benchmarks.two_nodes --smoke                  # tests in under a minute that all works; its figures mean nothing
 
 Nodes are network namespaces, each connected to a bridge by a link that a token bucket limits to a rate in both directions. All
 configurations live in the same processes and take turns in every round. Needs root or unprivileged user namespaces, and the commands ip
@@ -20,20 +20,19 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+from benchmarks.report import origin
+from benchmarks.slow_links.analysis import analyse
+from benchmarks.slow_links.chart import draw
+from benchmarks.slow_links.configurations import DEFAULT_MODEL, OURS, PEERS, SMOKE_MODEL, Workload
+from benchmarks.slow_links.measurement import Plan, measure, smallest_hop
+from benchmarks.slow_links.peers import peers_named
+from benchmarks.slow_links.record import Record
+from benchmarks.slow_links.report import markdown
+from benchmarks.slow_links.session import Session
+from testbed.rates import Rate
+from testbed.sandbox import CannotIsolate, enter_own_network
 
-from report import origin  # noqa: E402
-from slow_links.analysis import analyse  # noqa: E402
-from slow_links.chart import draw  # noqa: E402
-from slow_links.configurations import DEFAULT_MODEL, OURS, PEERS, SMOKE_MODEL, Workload  # noqa: E402
-from slow_links.measurement import Plan, measure, smallest_hop  # noqa: E402
-from slow_links.peers import peers_named  # noqa: E402
-from slow_links.rates import Rate  # noqa: E402
-from slow_links.record import Record  # noqa: E402
-from slow_links.report import markdown  # noqa: E402
-from slow_links.sandbox import CannotIsolate, enter_own_network  # noqa: E402
-from slow_links.session import Session  # noqa: E402
+FOLDER = Path(__file__).resolve().parent
 
 SMOKE = {"model": SMOKE_MODEL, "rate": ["unlimited", "200mbit"], "rounds": 1, "seconds": 0.5}
 MISTAKE_EXIT_CODE = 2
@@ -62,7 +61,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if not options.report_only:
         names = [*peers_named(options.peers), *OURS]
         record.check_configurations(names)
-        enter_own_network([str(FOLDER / "two_nodes.py"), *arguments])
+        enter_own_network(["-m", "benchmarks.two_nodes", *arguments])
         _measure(workload, Plan(names, rates, options.rounds, options.seconds, options.profile), record, arguments)
     _report(record, workload, options.output)
     return 0

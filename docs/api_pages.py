@@ -1,4 +1,4 @@
-"""Writes the pages of docs/api from docstrings: `python docs/api_pages.py`. A test keeps them current.
+"""Writes the pages of docs/api from docstrings: `python -m docs.api_pages`. A test keeps them current.
 
 The sources are parsed and not imported, so this needs neither torch nor any other package.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from api_names import MADE_BY, PAGES, Page
+from docs.api_names import MADE_BY, PAGES, Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_zpp"
 FOLDER = ROOT / "docs" / "api"
 WIDTH = 100  # of signatures, in characters
-NOTE = "Generated from docstrings by `python docs/api_pages.py`; a test keeps it current."
+NOTE = "Generated from docstrings by `python -m docs.api_pages`; a test keeps it current."
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 

@@ -1,18 +1,15 @@
-"""Draws the pictures of README and docs: `python docs/draw.py` writes docs/pictures/*.svg, each in a light and a dark look.
+"""Draws the pictures of README and docs: `python -m docs.draw` writes docs/pictures/*.svg, each in a light and a dark look.
 
 Every figure in them comes from the code or from benchmarks/results. tests/docs/test_pictures.py compares the files with what this makes.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from drawing import house, lanes, memory, payload, quickstart, rungs, speedup, trace, unit_life
-from drawing.canvas import THEMES, Canvas, Theme
+from docs.drawing import house, lanes, memory, payload, quickstart, rungs, speedup, trace, unit_life
+from docs.drawing.canvas import THEMES, Canvas, Theme
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 PICTURES: dict[str, Callable[[Theme], Canvas]] = {

@@ -1,4 +1,4 @@
-"""Writes the tables of README and docs that come from benchmarks/results or from plans: `python docs/page_tables.py`.
+"""Writes the tables of README and docs that come from benchmarks/results or from plans: `python -m docs.page_tables`.
 
 A page has a place for a table by its name; the lines between are written anew. A test keeps them current.
 
@@ -10,14 +10,12 @@ A page has a place for a table by its name; the lines between are written anew. 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # tables are made by the program that measured them
+from docs.tables import plans, results
 
-from tables import plans, results  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 TABLES: dict[str, Callable[[], str]] = results.TABLES | plans.TABLES
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n(.*?)^<!-- end of table -->$", re.MULTILINE | re.DOTALL)

@@ -2,21 +2,17 @@
 
 The world is two nodes of two ranks, which run as threads of this process:
 
-    python examples/codec_of_your_own.py
+    python -m examples.codec_of_your_own
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
 
 from megatron_zpp.comm.backend import Backend, VirtualWorld
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes, SliceShape

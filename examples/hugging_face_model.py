@@ -1,7 +1,7 @@
 """Trains a causal language model of Hugging Face's transformers with ZeRO++, in bf16 with fp32 main weights, and saves it for transformers.
 
-    python examples/hugging_face_model.py
-    torchrun --nproc-per-node 2 examples/hugging_face_model.py --model my_llama --text my_text.txt --save my_trained_llama
+    python -m examples.hugging_face_model
+    torchrun --nproc-per-node 2 -m examples.hugging_face_model --model my_llama --text my_text.txt --save my_trained_llama
 
 Without --model it is a small Llama with random weights, which reads bytes; without --text it learns this file. transformers must be
 installed. The paths of the units are those of Llama and of models built like it (Mistral, Mixtral, Qwen, Gemma, OLMo, Phi, DeepSeek).
@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
-
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from megatron_zpp import ZEROPP, EngineOptions, ZeroEngine, full_weights, leave_world, shard

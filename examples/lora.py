@@ -1,7 +1,7 @@
 """Trains small adapters (LoRA, arXiv 2106.09685) on a frozen causal language model of Hugging Face's transformers, with ZeRO++.
 
-    python examples/lora.py
-    torchrun --nproc-per-node 2 examples/lora.py --model my_llama --text my_text.txt --save my_adapters.safetensors
+    python -m examples.lora
+    torchrun --nproc-per-node 2 -m examples.lora --model my_llama --text my_text.txt --save my_adapters.safetensors
 
 Frozen weights have no gradients and no optimizer state, and rest in the type of the model that was read. Between nodes they cross once.
 Without --model it is a small Llama with random weights, which reads bytes; without --text it learns a program. transformers must be
@@ -11,17 +11,12 @@ installed.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
-
-from hugging_face_model import add_training_flags, join_world, read_or_make_model, train
-
+from examples.hugging_face_model import add_training_flags, join_world, read_or_make_model, train
 from megatron_zpp import ZEROPP, EngineOptions, full_weights, leave_world, shard
 
 ADAPTED = ("q_proj", "v_proj")  # the layers of attention that get an adapter

@@ -2,20 +2,16 @@
 
 The ranks are threads of this process. Change the numbers and run it again:
 
-    python examples/one_unit.py
+    python -m examples.one_unit
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
 
 from megatron_zpp.comm.backend import Backend, VirtualWorld, Work
 from megatron_zpp.comm.code import EXACT, Code, SliceShape

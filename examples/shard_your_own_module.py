@@ -1,22 +1,18 @@
 """Trains a small vision transformer of your own with ZeRO-3: shard(), then backward() and step(); save() and load() to go on later.
 
-python examples/shard_your_own_module.py
-torchrun --nproc-per-node 2 examples/shard_your_own_module.py --checkpoints my_checkpoints
+python -m examples.shard_your_own_module
+torchrun --nproc-per-node 2 -m examples.shard_your_own_module --checkpoints my_checkpoints
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
 
 from megatron_zpp import POLICIES, Category, EngineOptions, full_weights, leave_world, load, save, shard
 

@@ -29,7 +29,7 @@ done
 PORT="${PORT:-8000}"
 require_number PORT 1 65535
 prepare_environment "$use_venv" requirements-docs.txt
-python docs/api_pages.py
+python -m docs.api_pages
 rm -rf site
 python -m sphinx -q -E -W --keep-going --nitpicky -c docs/website -d build/docs -b html . site
 rm -f site/.buildinfo

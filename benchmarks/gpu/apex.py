@@ -8,13 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpu.commands import python, run_program
-from gpu.deadline import Deadline
-from gpu.differences import largest_difference
-from gpu.outcome import NotDone, Outcome
-from gpu.place import Place, require_gpu
-from gpu.session import RankPlace, Session
+from benchmarks.gpu.commands import python, run_program
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.differences import largest_difference
+from benchmarks.gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.place import Place, require_gpu
 from megatron_zpp.ops.apex import check_apex
+from testbed.session import RankPlace, Session
 
 SOURCES_VARIABLE = "GPU_CHECK_APEX_SOURCES"
 SHAPE = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Callable
 
-from gpu.outcome import Outcome
-from gpu.place import Place
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place
 
 MOST_EXPOSED = 0.3  # of the shorter of copies and products, if they run beside each other
 

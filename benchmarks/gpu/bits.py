@@ -5,30 +5,25 @@ A difference is a failure that says where the bits differ. The first eight of ea
 
 from __future__ import annotations
 
-import sys
 import time as clock
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpu import long_runs
-from gpu.deadline import Deadline
-from gpu.device_errors import attempt, is_fatal
-from gpu.outcome import Outcome
-from gpu.place import Place, require_kernels
+from benchmarks.gpu import long_runs
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.device_errors import attempt, is_fatal
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place, require_kernels
 from megatron_zpp.ops import extension, reference
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-
-from harness import dropout_bits, gaussian_bits, kernel_bits, mean_bits, softmax_errors
-from harness.bit_differences import Comparison, Ops
-from harness.calls import Call
-from harness.kernel_bits import BITS, DTYPES, decoded, encoded
+from testbed.kernels import dropout_bits, gaussian_bits, kernel_bits, mean_bits, softmax_errors
+from testbed.kernels.bit_differences import Comparison, Ops
+from testbed.kernels.calls import Call
+from testbed.kernels.kernel_bits import BITS, DTYPES, decoded, encoded
 
 SIZES = ((32, 300), (96, 45), (256, 70), (992, 5), (1056, 3), (8224, 2), (32800, 1))  # a team cannot hold the last, and reads it twice
 # The kernels of the registry that are compared here; another one has no check yet.

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from gpu.commands import ROOT, python
-from gpu.deadline import Deadline
-from gpu.library import check_loads
-from gpu.outcome import Outcome
+from benchmarks.gpu.commands import ROOT, python
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.library import check_loads
+from benchmarks.gpu.outcome import Outcome
 
 AT_ONCE = 8
 TOO_OLD = "7.0 7.5"

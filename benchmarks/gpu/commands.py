@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu.deadline import Deadline
-from gpu.outcome import NotDone
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.outcome import NotDone
 
 ROOT = Path(__file__).resolve().parents[2]
 

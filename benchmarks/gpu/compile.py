@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time as clock
 
-from gpu.commands import require_program, run_program
-from gpu.deadline import Deadline
-from gpu.outcome import Outcome
+from benchmarks.gpu.commands import require_program, run_program
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.outcome import Outcome
 
 
 def run(time: Deadline, outcome: Outcome) -> None:

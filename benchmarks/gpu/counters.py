@@ -6,11 +6,11 @@ import csv
 import os
 from collections.abc import Iterable
 
-from gpu.commands import python, require_program, run_program
-from gpu.deadline import Deadline
-from gpu.kernel_program import BLOCK_NUMEL, PROGRAM, RUN_NUMEL, own_ops
-from gpu.outcome import Outcome
-from gpu.place import Place, require_gpu, require_kernels
+from benchmarks.gpu.commands import python, require_program, run_program
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.kernel_program import BLOCK_NUMEL, PROGRAM, RUN_NUMEL, own_ops
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place, require_gpu, require_kernels
 
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "LaunchStats")
 WRITE_SECONDS = 40.0  # of the time; ncu starts torch, and writes everything when the program has ended
@@ -27,7 +27,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
     options = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "details", "--log-file", str(file)]
     sections = [word for section in SECTIONS for word in ("--section", section)]
     seconds = f"{time.remaining_seconds() - WRITE_SECONDS:.0f}"
-    done = run_program(["ncu", *options, *sections, *python(PROGRAM, "counters", seconds)], time, os.environ)
+    done = run_program(["ncu", *options, *sections, *python(*PROGRAM, "counters", seconds)], time, os.environ)
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
     rows = table(lines)
     outcome.say(*[line for line in lines if line.startswith("==ERROR==")][:MOST_ERRORS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.outcome import NotDone, Outcome
 
 LONGEST = 400  # characters of an error
 OF_CUDA = ("cuda error", "could not be launched")  # the words of torch, and of the kernels of this repository

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu.deadline import Deadline
-from gpu.rank_processes import POLL_SECONDS, Ranks, Sharing, in_words, write_job
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.rank_processes import POLL_SECONDS, Ranks, Sharing, in_words, write_job
 
-PROGRAM = str(Path(__file__).with_name("rank_program.py"))
+PROGRAM = ("-m", "benchmarks.gpu.rank_program")
 MARK_SECONDS = 5.0
 START_SECONDS = 45.0  # of torch, CUDA and NCCL, on a busy machine
 
@@ -90,7 +90,7 @@ def _in_one_world(
     job = folder / "job.json"
     logs = [folder / f"run{index}.jsonl" for index in range(len(entries))]
     write_job(job, [[*entry.flags.split(), "--log-jsonl", str(log)] for entry, log in zip(entries, logs, strict=True)])
-    ranks = Ranks([PROGRAM, str(job)], world_size, sharing, folder, environment)
+    ranks = Ranks([*PROGRAM, str(job)], world_size, sharing, folder, environment)
     try:
         for index, (entry, log) in enumerate(zip(entries, logs, strict=True)):
             limit = Deadline(run_seconds + (START_SECONDS if index == 0 else 0.0))

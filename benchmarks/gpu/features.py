@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from torch.profiler import ProfilerActivity, profile
 
-from gpu.deadline import Deadline
-from gpu.device_errors import in_words, is_fatal
-from gpu.differences import largest_difference
-from gpu.kernel_kinds import attention_kernels
-from gpu.outcome import Outcome
-from gpu.place import Place
-from gpu.session import RankPlace, Session
-from gpu.training import device_events
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.device_errors import in_words, is_fatal
+from benchmarks.gpu.differences import largest_difference
+from benchmarks.gpu.kernel_kinds import attention_kernels
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place
+from benchmarks.gpu.training import device_events
 from megatron_zpp.ops import extension
+from testbed.session import RankPlace, Session
 
 SHAPE = (
     "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --vocab-size 1000 --micro-batch-size 2 --mock-data --train-iters 10 "

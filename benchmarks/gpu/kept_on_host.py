@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu import differences
-from gpu.beside import report_overlap, seconds_of
-from gpu.outcome import Outcome
-from gpu.place import Place
+from benchmarks.gpu import differences
+from benchmarks.gpu.beside import report_overlap, seconds_of
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place
 from megatron_zpp.comm.kept_places import HostPlaces, Kept
 from megatron_zpp.comm.streams import CudaStreams
 

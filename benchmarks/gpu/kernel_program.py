@@ -12,16 +12,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from benchmarks.gpu.deadline import Deadline
+from megatron_zpp.ops import extension
+from testbed.kernels.timed_ops import Op, timed_ops
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import torch  # noqa: E402
-
-from gpu.deadline import Deadline  # noqa: E402
-from gpu.timed_ops import Op, timed_ops  # noqa: E402
-from megatron_zpp.ops import extension  # noqa: E402
-
-PROGRAM = str(Path(__file__).resolve())
+PROGRAM = ("-m", "benchmarks.gpu.kernel_program")  # the words after python
 SLICES, BLOCK_NUMEL, RUN_NUMEL = 4, 256, 8 * 2**20  # 64 MB of bf16 in all
 # Values per block and per slice: a few threads share the smallest block, and a team of threads cannot hold the largest.
 FEW = ((32, 8192), (256, 8192), (8224, 8 * 8224))

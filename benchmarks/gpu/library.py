@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
-from gpu.commands import python, run_program
-from gpu.deadline import Deadline
-from gpu.outcome import Outcome
+from benchmarks.gpu.commands import python, run_program
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.outcome import Outcome
 
 LOADS = (
     "from megatron_zpp.ops import extension as e; e.load(); print(e.report('{device}')); print('kernels:', e.has_kernels_for('{device}'))"

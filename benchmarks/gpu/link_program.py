@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpu.files import write_json
-from gpu.outcome import Outcome
-from gpu.place import Place
-from gpu.session import RankPlace, Session
-from gpu.stalls import MeasuredStreams
-from gpu.training import report_stalls, time_steps
+from benchmarks.gpu.files import write_json
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place
+from benchmarks.gpu.stalls import MeasuredStreams
+from benchmarks.gpu.training import report_stalls, time_steps
 from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.links import INTRA_CLIMB, INTRA_DESCEND
@@ -29,6 +28,7 @@ from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.monitor.timers import clock_of
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend, world_options
+from testbed.session import RankPlace, Session
 
 MEGABYTES = {True: (1,), False: (1, 4, 16, 64, 256, 1024)}  # of what a rank holds after a gather, and sends in an exchange
 REPEATS = 5

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpu.outcome import NotDone
+from benchmarks.gpu.outcome import NotDone
 from megatron_zpp.ops.gaussian_reference import parts_of
 from megatron_zpp.ops.means import mean_values
 from megatron_zpp.ops.payload import coded_bytes, gaussian_bytes
 from megatron_zpp.ops.softmax import Columns, TokenTerms, softmax_gradient, softmax_parts
 
 if TYPE_CHECKING:
-    from harness.bit_differences import Comparison
+    from testbed.kernels.bit_differences import Comparison
 
 LONG_NUMEL, PART_NUMEL = 2**31 + 256 * 37, 2**26
 TINY_NUMEL, TINY_PART_NUMEL = 2**16 + 256 * 37, 2**13

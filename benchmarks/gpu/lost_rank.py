@@ -6,10 +6,10 @@ import tempfile
 import time as clock
 from pathlib import Path
 
-from gpu.deadline import Deadline
-from gpu.outcome import Outcome
-from gpu.rank_processes import POLL_SECONDS, Ranks, Sharing, free_ports, in_words
-from gpu.sharing import working_sharing
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.rank_processes import POLL_SECONDS, Ranks, Sharing, free_ports, in_words
+from benchmarks.gpu.sharing import working_sharing
 
 ENTRY = "pretrain_zeropp_gpt.py"
 RANKS, LOST = 4, 1

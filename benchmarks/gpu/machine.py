@@ -16,9 +16,9 @@ import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from gpu.deadline import Deadline
-from gpu.device_errors import in_words
-from gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.device_errors import in_words
+from benchmarks.gpu.outcome import NotDone, Outcome
 
 PROGRAMS = ("nvcc", "ninja", "gcc", "git", "ncu", "compute-sanitizer")
 PACKAGES = ("setuptools", "triton", "safetensors", "sentencepiece", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-cublas")

@@ -11,13 +11,13 @@ from itertools import chain
 
 import torch
 
-from gpu.deadline import Deadline
-from gpu.differences import largest_difference
-from gpu.entry_runs import Entry, Finished, run_entries
-from gpu.outcome import Outcome
-from gpu.rank_processes import Sharing
-from gpu.sharing import working_sharing
-from gpu.threads import HPZ, NODES, RANKS_PER_NODE, ZEROPP
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.differences import largest_difference
+from benchmarks.gpu.entry_runs import Entry, Finished, run_entries
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.rank_processes import Sharing
+from benchmarks.gpu.sharing import working_sharing
+from benchmarks.gpu.threads import HPZ, NODES, RANKS_PER_NODE, ZEROPP
 from megatron_zpp.ops.extension import REFERENCE_VARIABLE
 
 RANKS = NODES * RANKS_PER_NODE

@@ -11,14 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpu import kept_on_host
-from gpu.beside import report_overlap, seconds_of
-from gpu.deadline import Deadline
-from gpu.device_errors import attempt
-from gpu.differences import largest_difference
-from gpu.outcome import Outcome
-from gpu.place import Place, load_kernels
-from gpu.session import RankPlace, Session
+from benchmarks.gpu import kept_on_host
+from benchmarks.gpu.beside import report_overlap, seconds_of
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.device_errors import attempt
+from benchmarks.gpu.differences import largest_difference
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place, load_kernels
 from megatron_zpp.comm.code import SliceShape
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.host_link import HostLink
@@ -27,6 +26,7 @@ from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.training.host_threads import own_cores
 from megatron_zpp.training.plan.kinds import MAIN_WEIGHTS, MIRRORS, MOMENTS, PINNED
 from megatron_zpp.zero.engine import StateBytes
+from testbed.session import RankPlace, Session
 
 GPU_SHAPE = "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --vocab-size 50257"
 CPU_SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 100"

@@ -7,13 +7,13 @@ from itertools import chain
 
 import torch
 
-from gpu.deadline import Deadline
-from gpu.differences import largest_difference
-from gpu.outcome import Outcome
-from gpu.place import Place, load_kernels
-from gpu.plain_run import PlainRun, engine_gradients
-from gpu.session import RankPlace, Session
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.differences import largest_difference
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place, load_kernels
+from benchmarks.gpu.plain_run import PlainRun, engine_gradients
 from megatron_zpp.training.startup_checks import use_deterministic_kernels
+from testbed.session import RankPlace, Session
 
 SHAPE = (
     "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --micro-batch-size 2 --mock-data "

@@ -6,20 +6,20 @@ import importlib
 import traceback
 from pathlib import Path
 
-from gpu.deadline import Deadline
-from gpu.files import write_json
-from gpu.outcome import FAILED, NOT_DONE, UNFINISHED, NotDone, Outcome
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.files import write_json
+from benchmarks.gpu.outcome import FAILED, NOT_DONE, UNFINISHED, NotDone, Outcome
 
 LAST_LINES = 30  # of a traceback
 
 
 def run_part(name: str, seconds: float, file: Path) -> None:
-    """Writes the outcome of gpu.`name` to `file` after every change, and at last with its status."""
+    """Writes the outcome of benchmarks.gpu.`name` to `file` after every change, and at last with its status."""
     time = Deadline(seconds)  # before torch is imported, which takes seconds; the runner counts them
     outcome = Outcome(folder=file.parent.parent, keep=lambda now: write_json(file, now.as_json(UNFINISHED)))
     outcome.keep(outcome)
     try:
-        importlib.import_module(f"gpu.{name}").run(time, outcome)
+        importlib.import_module(f"benchmarks.gpu.{name}").run(time, outcome)
         status = outcome.end()
     except NotDone as reason:
         outcome.omit(str(reason))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.outcome import NotDone, Outcome
 
 
 @dataclass(frozen=True)

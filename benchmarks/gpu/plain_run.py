@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from gpu.session import LEARNING_RATE, Session
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.training.step import microbatch_loss
+from testbed.session import LEARNING_RATE, Session
 
 CLIP_EPSILON = 1e-6
 

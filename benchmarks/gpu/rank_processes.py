@@ -14,8 +14,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpu.commands import ROOT
-from gpu.deadline import Deadline
+from benchmarks.gpu.commands import ROOT
+from benchmarks.gpu.deadline import Deadline
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # for the other ranks to print their errors
@@ -169,6 +169,6 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "benchmarks"), inherited.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
     }

@@ -1,6 +1,6 @@
 """A rank that runs the training script several times in one process, so that torch and CUDA start once.
 
-    python rank_program.py JOB
+    python -m benchmarks.gpu.rank_program JOB
 
 The file JOB holds [{"flags": [...], "port": N}, ...]. After each run the rank makes the file JOB.INDEX.RANK with the exit code. A run that
 fails ends the process, as it does in the training script.
@@ -13,8 +13,6 @@ import json
 import os
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def run_all(job: Path) -> int:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from gpu.deadline import Deadline
-from gpu.entry_runs import Entry, Finished, run_entries
-from gpu.outcome import NotDone, Outcome
-from gpu.rank_processes import ONE_GPU_EACH, Sharing
-from gpu.sharing import working_sharing
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.entry_runs import Entry, Finished, run_entries
+from benchmarks.gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.rank_processes import ONE_GPU_EACH, Sharing
+from benchmarks.gpu.sharing import working_sharing
 
 RANKS = 4
 RUN_SECONDS = 60.0

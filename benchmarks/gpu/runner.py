@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu.deadline import Deadline
-from gpu.files import read_json, write_json, write_text
-from gpu.outcome import CUT_SHORT, FAILED, NOT_DONE, PASSED, UNFINISHED, Outcome, report
-from gpu.parts import Part, Wave
-from gpu.texts import part_lines, reasons, status_line, summary_lines
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.files import read_json, write_json, write_text
+from benchmarks.gpu.outcome import CUT_SHORT, FAILED, NOT_DONE, PASSED, UNFINISHED, Outcome, report
+from benchmarks.gpu.parts import Part, Wave
+from benchmarks.gpu.texts import part_lines, reasons, status_line, summary_lines
 
 PASSED_CODE, FAILED_CODE, LATE_CODE, USELESS_CODE = 0, 1, 3, 4
 LAST_LINES = 30  # of what a part that died has printed

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from gpu.commands import python, require_program, run_program
-from gpu.deadline import Deadline
-from gpu.files import write_text
-from gpu.kernel_program import PROGRAM
-from gpu.outcome import Outcome
-from gpu.place import Place, require_gpu, require_kernels
+from benchmarks.gpu.commands import python, require_program, run_program
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.files import write_text
+from benchmarks.gpu.kernel_program import PROGRAM
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place, require_gpu, require_kernels
 
 TOOLS = ("memcheck", "racecheck")
 ERROR_CODE = 9
@@ -25,7 +25,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
     for left, tool in zip(range(len(TOOLS), 0, -1), TOOLS, strict=True):
         # Calls that fail are left out: torch tries some that may, and raises an error for others.
         options = ["--tool", tool, "--error-exitcode", str(ERROR_CODE), "--report-api-errors", "no"]
-        words = ["compute-sanitizer", *options, *python(PROGRAM, "sanitizer")]
+        words = ["compute-sanitizer", *options, *python(*PROGRAM, "sanitizer")]
         done = run_program(words, Deadline(time.remaining_seconds() / left), {**os.environ, **ENVIRONMENT})
         write_text(outcome.folder / f"{tool}.txt", "\n".join(done.said) + "\n")
         found = [line for line in done.said if line.startswith("=========")]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from gpu.deadline import Deadline
-from gpu.files import read_json
-from gpu.outcome import NotDone, Outcome
-from gpu.rank_processes import ONE_GPU_EACH, Ended, in_words, ran_out_of_time, run_ranks
-from gpu.training import FLAGS, GPU_SHAPE
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.files import read_json
+from benchmarks.gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.rank_processes import ONE_GPU_EACH, Ended, in_words, ran_out_of_time, run_ranks
+from benchmarks.gpu.training import FLAGS, GPU_SHAPE
 
 MOST_RANKS = 8
 CTA_LIMITS = ("", "4", "8", "16")  # of NCCL_MAX_CTAS; empty: NCCL's own choice
@@ -50,7 +50,8 @@ def _measured(time: Deadline, world_size: int, flags: str, environment: dict[str
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = folder / "found.json"
-        ended = run_ranks(["-m", "gpu.link_program", str(file), *flags.split()], world_size, ONE_GPU_EACH, folder, time, environment)
+        words = ["-m", "benchmarks.gpu.link_program", str(file), *flags.split()]
+        ended = run_ranks(words, world_size, ONE_GPU_EACH, folder, time, environment)
         return (read_json(file) if all(end.code == 0 for end in ended) else None), ended
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from gpu.deadline import Deadline
-from gpu.files import read_json, write_json
-from gpu.outcome import NotDone, Outcome
-from gpu.rank_processes import (
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.files import read_json, write_json
+from benchmarks.gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.rank_processes import (
     FOUND_VARIABLE,
     HOST_IDS,
     MULTI_RANK,
@@ -25,7 +25,7 @@ from gpu.rank_processes import (
     run_ranks,
 )
 
-PROGRAM = str(Path(__file__).with_name("smoke_program.py"))
+PROGRAM = ("-m", "benchmarks.gpu.smoke_program")
 SMOKE_SECONDS = 60.0
 REFUSAL = "NCCL WARN"  # in a line in which NCCL says why
 
@@ -87,4 +87,4 @@ def _search(time: Deadline, ways: list[Sharing], world_size: int) -> dict[str, A
 def _tried(time: Deadline, way: Sharing, world_size: int) -> list[Ended]:
     """How ranks have ended that exchange numbers in this way."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks([PROGRAM], world_size, way, Path(folder), Deadline(min(SMOKE_SECONDS, time.remaining_seconds())))
+        return run_ranks(PROGRAM, world_size, way, Path(folder), Deadline(min(SMOKE_SECONDS, time.remaining_seconds())))

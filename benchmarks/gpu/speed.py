@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from gpu import timed_ops
-from gpu.deadline import Deadline
-from gpu.device_errors import in_words, is_fatal
-from gpu.outcome import NotDone, Outcome
-from gpu.place import Place, require_gpu, require_kernels
-from gpu.timed_ops import Call
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.device_errors import in_words, is_fatal
+from benchmarks.gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.place import Place, require_gpu, require_kernels
+from testbed.kernels import timed_ops
+from testbed.kernels.timed_ops import Call
 
 MEGABYTES = (64, 256, 16, 1024, 4, 2048, 1)  # of bf16 values; the most important first
 SLICES = 4

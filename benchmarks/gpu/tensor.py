@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from gpu.deadline import Deadline
-from gpu.files import read_json
-from gpu.outcome import Outcome
-from gpu.rank_processes import Sharing, in_words, ran_out_of_time, run_ranks
-from gpu.sharing import working_sharing
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.files import read_json
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.rank_processes import Sharing, in_words, ran_out_of_time, run_ranks
+from benchmarks.gpu.sharing import working_sharing
 
 RANKS = 4  # 2 groups of 2
 MOST_EXPOSED = 0.5  # of the shorter of a sum and a product, if they run beside each other
@@ -30,7 +30,7 @@ def measure(time: Deadline, outcome: Outcome, sharing: Sharing, *, is_timed: boo
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = folder / "found.json"
-        ended = run_ranks(["-m", "gpu.tensor_program", str(file)], RANKS, sharing, folder, time)
+        ended = run_ranks(["-m", "benchmarks.gpu.tensor_program", str(file)], RANKS, sharing, folder, time)
         if ran_out_of_time(ended):
             outcome.ran_late(f"the end of {RANKS} ranks that use their tensor links")
             return

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpu.files import write_json
-from gpu.place import Place
-from gpu.session import RankPlace
+from benchmarks.gpu.files import write_json
+from benchmarks.gpu.place import Place
 from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import make_lanes
@@ -30,6 +29,7 @@ from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.monitor.timers import clock_of
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend, world_options
+from testbed.session import RankPlace
 
 TENSOR_RANKS = 2
 SHAPES = ((2, 8), (6, 40), (64, 1024), (4096, 1024))

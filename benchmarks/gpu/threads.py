@@ -13,16 +13,16 @@ from functools import partial
 
 import torch
 
-from gpu.deadline import Deadline
-from gpu.delays import DeafLanes, DelayedBackend, DelayedLanes, Delays, Sleep, delay_computation, sleep_on_gpu
-from gpu.device_errors import in_words, is_fatal
-from gpu.outcome import Outcome
-from gpu.place import Place
-from gpu.session import RankPlace, Session
-from gpu.thread_ranks import run_on_cpu, run_on_one_gpu
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.delays import DeafLanes, DelayedBackend, DelayedLanes, Delays, Sleep, delay_computation, sleep_on_gpu
+from benchmarks.gpu.device_errors import in_words, is_fatal
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place
 from megatron_zpp.ops import extension
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.startup_checks import use_deterministic_kernels
+from testbed.session import RankPlace, Session
+from testbed.thread_ranks import run_on_cpu, run_on_one_gpu
 
 NODES, RANKS_PER_NODE = 2, 2
 STEPS = 3

@@ -16,13 +16,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gpu.deadline import Deadline
-from gpu.device_errors import attempt
-from gpu.kernel_kinds import ATTENTION, FUSED_LOSS, MATRIX, NAMES, kind_of
-from gpu.outcome import NotDone, Outcome
-from gpu.place import Place, load_kernels
-from gpu.session import RankPlace, Session
-from gpu.stalls import MeasuredStreams
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.device_errors import attempt
+from benchmarks.gpu.kernel_kinds import ATTENTION, FUSED_LOSS, MATRIX, NAMES, kind_of
+from benchmarks.gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.place import Place, load_kernels
+from benchmarks.gpu.stalls import MeasuredStreams
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.monitor.memory import read_memory
@@ -30,6 +29,7 @@ from megatron_zpp.monitor.observer import StepObserver
 from megatron_zpp.monitor.timers import NEVER_RAN, TIMER_NAMES, Timers, clock_of
 from megatron_zpp.ops.extension import has_loss_kernels_for
 from megatron_zpp.training.hardware import peak_teraflops
+from testbed.session import RankPlace, Session
 
 GPU_SHAPE = "--num-layers 18 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 4 --vocab-size 50257"
 CPU_SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --vocab-size 500"

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("megatron_zpp", "csrc", "benchmarks/gpu", "pretrain_zeropp_gpt.py")
+SOURCES = ("megatron_zpp", "csrc", "testbed", "benchmarks/gpu", "pretrain_zeropp_gpt.py")
 SUFFIXES = (".py", ".cpp", ".cu", ".h", ".txt")
 
 

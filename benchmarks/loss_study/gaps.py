@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from loss_study.settings import SETTINGS, Setting, plain_of
-from loss_study.training import Outcome
+from benchmarks.loss_study.settings import SETTINGS, Setting, plain_of
+from benchmarks.loss_study.training import Outcome
 
 # Student's t, two-sided 95 %, by degrees of freedom from 1 on; beyond the table its last value is used, which is larger than the true one.
 T_95 = (

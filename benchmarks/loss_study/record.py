@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from report import ORIGIN, origin_with, write
-
-from loss_study.training import Outcome
+from benchmarks.loss_study.training import Outcome
+from benchmarks.report import ORIGIN, origin_with, write
 
 
 class Record:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from loss_study.gaps import Gap, Interval
+from benchmarks.loss_study.gaps import Gap, Interval
 
 PLAIN_BYTES_IN_M = 3  # plain ZeRO-3 with one micro-batch: weights climb twice, gradients descend once
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loss_study.settings import Setting
-from loss_study.text import VOCABULARY, Text
-from loss_study.turns import InlineLanes, TurnWorld
+from benchmarks.loss_study.settings import Setting
+from benchmarks.loss_study.text import VOCABULARY, Text
+from benchmarks.loss_study.turns import InlineLanes, TurnWorld
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Ledger
 from megatron_zpp.comm.links import Links

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slow_links.configurations import FSDP2, NAMES, OURS, PEERS, ZERO3, Workload
-from slow_links.rates import UNLIMITED, Rate
-from slow_links.record import Record
+from benchmarks.slow_links.configurations import FSDP2, NAMES, OURS, PEERS, ZERO3, Workload
+from benchmarks.slow_links.record import Record
+from testbed.rates import UNLIMITED, Rate
 
 Round = dict[str, Any]  # by configuration, a measurement as JSON
 

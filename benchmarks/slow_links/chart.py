@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from slow_links.analysis import Rated
-from slow_links.configurations import FSDP2, NAMES, SETS, ZERO3, Workload
+from benchmarks.slow_links.analysis import Rated
+from benchmarks.slow_links.configurations import FSDP2, NAMES, SETS, ZERO3, Workload
 
 COLOURS = dict(zip(NAMES, ("0.45", "C5", "C6", "C8", "0.0", "C0", "C1", "C2", "C3", "C4"), strict=True))
 

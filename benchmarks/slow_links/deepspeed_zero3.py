@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.slow_links.configurations import DEEPSPEED_HPZ, DEEPSPEED_KEPT
+from benchmarks.slow_links.fsdp2 import fused_adamw
+from benchmarks.slow_links.ours import microbatches, same_batch
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
@@ -23,9 +26,6 @@ from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training import setup
-from slow_links.configurations import DEEPSPEED_HPZ, DEEPSPEED_KEPT
-from slow_links.fsdp2 import fused_adamw
-from slow_links.ours import microbatches, same_batch
 
 PACKAGE = "deepspeed"
 LIVE_UNITS = 2  # the block that computes, and the next one

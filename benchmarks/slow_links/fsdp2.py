@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.slow_links.ours import microbatches, same_batch
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import OptimizerConfig
@@ -16,7 +17,6 @@ from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training import setup
-from slow_links.ours import microbatches, same_batch
 
 
 class Fsdp2Training:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.slow_links.configurations import FSDP2, SETS, ZERO3, Workload
+from benchmarks.slow_links.record import Record
+from benchmarks.slow_links.session import Session
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
@@ -15,11 +18,8 @@ from megatron_zpp.parallel.topology import Link
 from megatron_zpp.training.plan.planned_step import plan_step
 from megatron_zpp.training.plan.program import Submit
 from megatron_zpp.training.sharding import grid_of
-from slow_links.configurations import FSDP2, SETS, ZERO3, Workload
-from slow_links.network import BURST_BYTES
-from slow_links.rates import UNLIMITED, Rate
-from slow_links.record import Record
-from slow_links.session import Session
+from testbed.network import BURST_BYTES
+from testbed.rates import UNLIMITED, Rate
 
 FEWEST_BURSTS = 10
 LEAST_SHARE_OF_UNIT = 0.01  # the final norm's few kilobytes may pass in a burst, because their time is negligible

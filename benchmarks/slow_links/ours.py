@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from benchmarks.slow_links.stopwatch import StopwatchLanes
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
@@ -19,7 +20,6 @@ from megatron_zpp.training import setup
 from megatron_zpp.training.instruments import make_instruments
 from megatron_zpp.training.kernels import prepare_kernels
 from megatron_zpp.training.step import forward_backward, gather_numbers
-from slow_links.stopwatch import StopwatchLanes
 
 PROMISED = (Category.WEIGHTS, Category.GRADIENTS)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slow_links.configurations import DEEPSPEEDS, FSDP2, PEERS
-from slow_links.deepspeed_zero3 import check_installed
+from benchmarks.slow_links.configurations import DEEPSPEEDS, FSDP2, PEERS
+from benchmarks.slow_links.deepspeed_zero3 import check_installed
 
 
 def peers_named(words: Sequence[str]) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.slow_links.configurations import OURS, ZERO3, Workload
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.training.hardware import CPU_CODEC, GLOO_COLLECTIVE_SECONDS, SOCKET
 from megatron_zpp.training.members import MEMBERS, PlannedWorld
 from megatron_zpp.training.plan.machine import LinkSpeed, Machine, Overlap
 from megatron_zpp.training.run_plan import plan_run
-from slow_links.configurations import OURS, ZERO3, Workload
-from slow_links.rates import UNLIMITED, Rate
+from testbed.rates import UNLIMITED, Rate
 
 TCP_SHARE = 1448 / 1514  # share of data in an Ethernet frame; the rest is headers of Ethernet, IP and TCP
 

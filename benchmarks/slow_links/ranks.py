@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-WORKER = "slow_links.worker"
-IMPORT_FROM = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
+WORKER = "benchmarks.slow_links.worker"
+ROOT = Path(__file__).resolve().parents[2]
 PORT = 29500
 LAST_WORDS_BYTES = 2000
 _PR_SET_PDEATHSIG = 1
@@ -40,7 +40,7 @@ class Ranks:
         common = {
             **os.environ,
             "MASTER_ADDR": address,
-            "PYTHONPATH": os.pathsep.join(IMPORT_FROM),
+            "PYTHONPATH": str(ROOT),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
             **environment,

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from report import ORIGIN, origin_with, write
-
-from slow_links.rates import Rate
+from benchmarks.report import ORIGIN, origin_with, write
+from testbed.rates import Rate
 
 
 class Record:

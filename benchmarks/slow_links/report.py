@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from report import commands_of, in_table, machine_text
-
-from slow_links.analysis import Rated, Row
-from slow_links.configurations import DEEPSPEEDS, SETS, ZERO3, Workload
-from slow_links.prediction import Known, Prediction
-from slow_links.rates import UNLIMITED
-from slow_links.record import Record
+from benchmarks.report import commands_of, in_table, machine_text
+from benchmarks.slow_links.analysis import Rated, Row
+from benchmarks.slow_links.configurations import DEEPSPEEDS, SETS, ZERO3, Workload
+from benchmarks.slow_links.prediction import Known, Prediction
+from benchmarks.slow_links.record import Record
+from testbed.rates import UNLIMITED
 
 MEGABYTE = 1e6
 LANES = ("inter-climb", "intra-climb", "intra-descend", "inter-descend")

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slow_links.configurations import Workload
-from slow_links.network import INTERFACE, Network, interface_bytes
-from slow_links.ranks import PORT, Ranks
-from slow_links.rates import Rate
+from benchmarks.slow_links.configurations import Workload
+from benchmarks.slow_links.ranks import PORT, Ranks
+from testbed.network import INTERFACE, Network, interface_bytes
+from testbed.rates import Rate
 
 COLLECTIVE_SECONDS = 600.0
 MOST_SECONDS_PER_STEP = 300.0

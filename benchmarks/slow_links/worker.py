@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.slow_links.configurations import DEEPSPEEDS, FSDP2
+from benchmarks.slow_links.deepspeed_zero3 import DeepSpeedTraining, installed_version, load
+from benchmarks.slow_links.fsdp2 import Fsdp2Training
+from benchmarks.slow_links.ours import OurTraining, Training
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.parallel.initialize import World, choose_device
 from megatron_zpp.parallel.launch import read_launch
-from slow_links.configurations import DEEPSPEEDS, FSDP2
-from slow_links.deepspeed_zero3 import DeepSpeedTraining, installed_version, load
-from slow_links.fsdp2 import Fsdp2Training
-from slow_links.ours import OurTraining, Training
 
 PROBE_PORT = 29700
 PROBE_PAUSE_SECONDS = 0.3  # long enough for the token bucket to fill

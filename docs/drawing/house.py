@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from drawing.canvas import Canvas, Theme
+from docs.drawing.canvas import Canvas, Theme
 
 ROOT = Path(__file__).resolve().parents[2]
 SAYS = {

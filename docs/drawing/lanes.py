@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drawing.canvas import Canvas, Theme
+from docs.drawing.canvas import Canvas, Theme
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "step_trace.json"
 LANES = {

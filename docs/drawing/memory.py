@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from drawing.canvas import Canvas, Theme
-
+from docs.drawing.canvas import Canvas, Theme
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.hardware import GIGABYTE

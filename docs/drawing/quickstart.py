@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawing.canvas import Canvas, Theme
+from docs.drawing.canvas import Canvas, Theme
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "quickstart.json"
 TOP, HIGH, LEFT, WIDTH = 62, 176, 50, 380

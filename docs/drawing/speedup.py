@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drawing.canvas import Canvas, Theme
+from docs.drawing.canvas import Canvas, Theme
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "two_nodes_2x2.json"
 RUNS = {"FSDP2": "PyTorch FSDP2", "ZeRO-3": "ZeRO-3", "ZeRO++": "ZeRO++", "lean": "lean"}

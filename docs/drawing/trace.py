@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drawing.canvas import Canvas, Theme
-from drawing.lanes import LANES, LEFT, ROW, WIDTH, colours, draw_step
+from docs.drawing.canvas import Canvas, Theme
+from docs.drawing.lanes import LANES, LEFT, ROW, WIDTH, colours, draw_step
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "module_trace.json"
 TOP = 106

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drawing.canvas import Canvas, Theme
-
+from docs.drawing.canvas import Canvas, Theme
 from megatron_zpp.comm.code import Code
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.parallel.topology import Topology

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from drawing.memory import LIMIT, plan_of, plans
-from drawing.quickstart import recorded
-from report import in_table
-
+from benchmarks.report import in_table
+from docs.drawing.memory import LIMIT, plan_of, plans
+from docs.drawing.quickstart import recorded
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.resolve import resolve

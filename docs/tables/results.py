@@ -11,29 +11,30 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import checkpoint
-import code_errors
-import data_index
-import dropout
-import gpu_host_path
-import gpu_table
-import head_loss
-import host_adam
-import long_sequences
-import preprocess
-import quantization
-import reshard
-import sockets
-import train_step
-from loss_study.gaps import Gap, Interval, gaps_of
-from loss_study.report import table as loss_table
-from loss_study.settings import plain_of
-from loss_study.training import Outcome
-from report import in_table
-from slow_links.analysis import Rated, analyse, ratio_of_seconds
-from slow_links.configurations import ALL, DEEPSPEEDS, FSDP2, LEAN, SETS, ZERO3, Workload
-from slow_links.record import Record
-
+from benchmarks import (
+    checkpoint,
+    code_errors,
+    data_index,
+    dropout,
+    gpu_host_path,
+    gpu_table,
+    head_loss,
+    host_adam,
+    long_sequences,
+    preprocess,
+    quantization,
+    reshard,
+    sockets,
+    train_step,
+)
+from benchmarks.loss_study.gaps import Gap, Interval, gaps_of
+from benchmarks.loss_study.report import table as loss_table
+from benchmarks.loss_study.settings import plain_of
+from benchmarks.loss_study.training import Outcome
+from benchmarks.report import in_table
+from benchmarks.slow_links.analysis import Rated, analyse, ratio_of_seconds
+from benchmarks.slow_links.configurations import ALL, DEEPSPEEDS, FSDP2, LEAN, SETS, ZERO3, Workload
+from benchmarks.slow_links.record import Record
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from website.navigation import ROOT, linked_sources
+from docs.website.navigation import ROOT, linked_sources
 
 project = "megatron_zpp"
 html_title = project
 html_theme = "furo"
-extensions = ["myst_parser", "website.navigation", "website.pictures", "website.source_files"]
+extensions = ["myst_parser", "docs.website.navigation", "docs.website.pictures", "docs.website.source_files"]
 
 root_doc = "docs/index"
 include_patterns = ["*.md", "benchmarks/**.md", "docs/**.md", *linked_sources()]

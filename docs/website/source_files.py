@@ -8,7 +8,8 @@ from docutils import nodes
 from pygments.lexers import BashLexer
 from sphinx.application import Sphinx
 from sphinx.parsers import Parser
-from website.navigation import ROOT
+
+from docs.website.navigation import ROOT
 
 LANGUAGES = {".py": "python", ".sh": "bash"}
 

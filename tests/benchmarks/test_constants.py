@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import constants
 import pytest
 from harness.places import ROOT
 
+from benchmarks import constants
 from megatron_zpp.training.hardware import CONSTANTS, Constant
 
 pytestmark = pytest.mark.pure

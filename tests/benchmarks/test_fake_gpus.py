@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import gpu_host_path
 import pytest
 import torch
-from fake_gpu.counts import HOST_WAIT
-from gpu_host_path import CASES
 from harness import forked
 from harness.places import ROOT
 
+from benchmarks import gpu_host_path
+from benchmarks.fake_gpu.counts import HOST_WAIT
+from benchmarks.gpu_host_path import CASES
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.members import PlannedWorld
@@ -26,11 +26,11 @@ PADDED_VOCABULARY = 50304
 LEAST, MOST = 0.99, 1.01
 
 
-@pytest.mark.parametrize("program", ["fake_gpus.py", "gpu_host_path.py"])
+@pytest.mark.parametrize("program", ["fake_gpus", "gpu_host_path"])
 def test_a_torch_without_cuda_is_refused_with_a_remedy(program: str) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    ended = forked.run(f"benchmarks/{program}", *(["true"] if program == "fake_gpus.py" else []))
+    ended = forked.run("-m", f"benchmarks.{program}", *(["true"] if program == "fake_gpus" else []))
     assert ended.returncode == 2 and ended.stdout == ""
     assert "is not built for CUDA 13" in ended.stderr and "pip install torch" in ended.stderr and "Traceback" not in ended.stderr
 

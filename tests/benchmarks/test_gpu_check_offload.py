@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from gpu import kept_on_host, offload
-from gpu.beside import report_overlap
-from gpu.deadline import Deadline
-from gpu.outcome import Outcome
-from gpu.place import Place
 from harness.fake_streams.machine import Machine
+
+from benchmarks.gpu import kept_on_host, offload
+from benchmarks.gpu.beside import report_overlap
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.place import Place
 
 CPU = Place(torch.device("cpu"), is_tiny=True)
 GPU = Place(torch.device("cuda"), is_tiny=False)

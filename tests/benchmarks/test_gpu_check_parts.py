@@ -17,7 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import (
+from harness.fake_streams.gpus import Gpu, run_on_gpus
+from harness.fake_streams.machine import FakeEvent, FakeStream
+from harness.fake_streams.timed_model import step_time
+from torch import Tensor
+
+from benchmarks.gpu import (
     bits,
     builds,
     entry_runs,
@@ -34,27 +39,19 @@ from gpu import (
     resume,
     sharing,
     speed,
-    thread_ranks,
     threads,
     training,
 )
-from gpu.commands import Done
-from gpu.deadline import Deadline
-from gpu.device_errors import attempt, is_fatal
-from gpu.differences import largest_difference
-from gpu.entry_runs import Entry, Finished, run_entries
-from gpu.outcome import NotDone, Outcome
-from gpu.place import Place
-from gpu.rank_processes import FOUND_VARIABLE, HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Ended, Sharing
-from gpu.stalls import MeasuredStreams
-from gpu.texts import printed
-from gpu.timed_ops import BOUND_BY_MEMORY, timed_ops
-from harness.bit_differences import Comparison
-from harness.fake_streams.gpus import Gpu, run_on_gpus
-from harness.fake_streams.machine import FakeEvent, FakeStream
-from harness.fake_streams.timed_model import step_time
-from torch import Tensor
-
+from benchmarks.gpu.commands import Done
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.device_errors import attempt, is_fatal
+from benchmarks.gpu.differences import largest_difference
+from benchmarks.gpu.entry_runs import Entry, Finished, run_entries
+from benchmarks.gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.place import Place
+from benchmarks.gpu.rank_processes import FOUND_VARIABLE, HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Ended, Sharing
+from benchmarks.gpu.stalls import MeasuredStreams
+from benchmarks.gpu.texts import printed
 from megatron_zpp.comm.lanes import StreamLanes
 from megatron_zpp.comm.links import INTRA_CLIMB
 from megatron_zpp.comm.streams import Streams
@@ -65,6 +62,9 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.schedule import Prefetch
+from testbed import thread_ranks
+from testbed.kernels.bit_differences import Comparison
+from testbed.kernels.timed_ops import BOUND_BY_MEMORY, timed_ops
 
 CPU = Place(torch.device("cpu"), is_tiny=True)
 
@@ -622,7 +622,7 @@ for index, one in enumerate(json.loads(job.read_text())):
 def finished_runs(flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, run_seconds: float = 60.0) -> list[Finished]:
     program = folder / "rank.py"
     program.write_text(FAKE_RANK)
-    monkeypatch.setattr(entry_runs, "PROGRAM", str(program))
+    monkeypatch.setattr(entry_runs, "PROGRAM", (str(program),))
     entries = [Entry(f"run {index}", one) for index, one in enumerate(flags)]
     return list(run_entries(entries, 2, ONE_GPU_EACH, Deadline(300.0), run_seconds=run_seconds))
 

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu import part_process
-from gpu.commands import run_program
-from gpu.deadline import Deadline
-from gpu.files import read_json, write_json
-from gpu.outcome import NotDone, Outcome
-from gpu.parts import WAVES, Part, Wave, all_parts, chosen
-from gpu.runner import FAILED_CODE, KILL_SECONDS, LATE_CODE, PASSED_CODE, USELESS_CODE, Runner, end_session
-from gpu.texts import MOST_FAILURES, MOST_PRINTED, printed
-from gpu.version import commit, source_digest
-from gpu_check import DEFAULT_LIMIT_SECONDS
 from harness.fake_commands import FakeCommands
 from harness.pages import text_of
+
+from benchmarks.gpu import part_process
+from benchmarks.gpu.commands import run_program
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.files import read_json, write_json
+from benchmarks.gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.parts import WAVES, Part, Wave, all_parts, chosen
+from benchmarks.gpu.runner import FAILED_CODE, KILL_SECONDS, LATE_CODE, PASSED_CODE, USELESS_CODE, Runner, end_session
+from benchmarks.gpu.texts import MOST_FAILURES, MOST_PRINTED, printed
+from benchmarks.gpu.version import commit, source_digest
+from benchmarks.gpu_check import DEFAULT_LIMIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"commit": "abc"}
@@ -201,7 +202,7 @@ def test_the_end_of_a_killed_part_is_awaited_no_longer_than_the_check_may_take(m
         waits.append(seconds)
         end_session(process, KILL_SECONDS)
 
-    monkeypatch.setattr("gpu.runner.end_session", end)
+    monkeypatch.setattr("benchmarks.gpu.runner.end_session", end)
     parts.run("one", limit=500.0, clock=Clock([mark]))
     assert waits == [0.0]
 
@@ -480,7 +481,7 @@ class OnceThere(Deadline):
     ],
 )
 def test_a_mistake_in_a_flag_is_named(flags: list[str], word: str) -> None:
-    command = [sys.executable, "benchmarks/gpu_check.py", *flags]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and word in done.stderr
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import counters, kernel_program, sanitizer, script
-from gpu.deadline import Deadline
-from gpu.outcome import NotDone, Outcome
-from gpu.place import Place
-from gpu.rank_processes import HOST_IDS, Ended
-from gpu.texts import printed
-from gpu.timed_ops import timed_ops
 from harness.fake_commands import FakeCommands
 
+from benchmarks.gpu import counters, kernel_program, sanitizer, script
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.outcome import NotDone, Outcome
+from benchmarks.gpu.place import Place
+from benchmarks.gpu.rank_processes import HOST_IDS, Ended
+from benchmarks.gpu.texts import printed
 from megatron_zpp.config.cli import parse_flags
+from testbed.kernels.timed_ops import timed_ops
 
 GPU = Place(torch.device("cuda", 0), is_tiny=False)
 
@@ -137,7 +137,7 @@ def test_every_tool_of_the_sanitizer_runs_every_kernel_and_what_it_finds_is_a_fa
     outcome = Outcome(folder=tmp_path)
     sanitizer.run(Deadline(600.0), outcome)
     calls = on_a_gpu.calls("compute-sanitizer")
-    assert [call.words[1] for call in calls] == ["memcheck", "racecheck"] and calls[0].words[-2:] == [sanitizer.PROGRAM, "sanitizer"]
+    assert [call.words[1] for call in calls] == ["memcheck", "racecheck"] and calls[0].words[-3:] == [*sanitizer.PROGRAM, "sanitizer"]
     assert calls[0].environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
     assert outcome.failures == ["racecheck finds nothing in any kernel (exit code 9)"]
     assert (tmp_path / "racecheck.txt").read_text() == "========= Invalid __global__ write\n"
@@ -165,7 +165,7 @@ def test_the_counters_of_every_kernel_become_a_line_with_the_call_that_started_i
     assert outcome.lines[:2] == [f"INT8, encode: {kernels[0]}", f"INT8, decode: {kernels[1]}"]
     assert outcome.failures == [] and "counted 2 kernels" in outcome.lines[-1]
     assert outcome.late == ["the last 40 calls"]
-    assert on_a_gpu.calls("ncu")[0].words[-3:] == [counters.PROGRAM, "counters", "560"]  # ncu that is killed writes nothing
+    assert on_a_gpu.calls("ncu")[0].words[-4:] == [*counters.PROGRAM, "counters", "560"]  # ncu that is killed writes nothing
     outcome = counted(on_a_gpu, tmp_path, "INT8, encode", CSV)
     assert outcome.lines[:4] == [*kernels, "the calls, in their order:", "INT8, encode"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu import tensor, tensor_program
-from gpu.outcome import Outcome
-from gpu.session import RankPlace
-from gpu.tensor_program import compare_sums
 from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.machine import Machine
 from harness.fake_streams.one_gpu import run_on_one_fake_gpu
 
+from benchmarks.gpu import tensor, tensor_program
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.tensor_program import compare_sums
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.parallel.grid import Grid
+from testbed.session import RankPlace
 
 TIMES = {"product": 4e-3, "sum": 2e-3, "one after the other": 6e-3, "beside each other": 4.2e-3}
 

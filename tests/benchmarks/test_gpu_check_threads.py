@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import delays, threads
-from gpu.deadline import Deadline
-from gpu.delays import DelayedLanes, Delays, delay_computation
-from gpu.outcome import Outcome
-from gpu.session import RankPlace
-from gpu.threads import ALL_OF_ZEROPP, DEAF, RUNS, SEQUENCE, TENSOR, WITHOUT_HPZ, ZERO_3, Bits, Run
 from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.machine import Machine, Site
 from harness.fake_streams.one_gpu import run_on_one_fake_gpu
 from torch import nn
 
+from benchmarks.gpu import delays, threads
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.delays import DelayedLanes, Delays, delay_computation
+from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.threads import ALL_OF_ZEROPP, DEAF, RUNS, SEQUENCE, TENSOR, WITHOUT_HPZ, ZERO_3, Bits, Run
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import Use
+from testbed.session import RankPlace
 
 pytestmark = pytest.mark.virtual
 

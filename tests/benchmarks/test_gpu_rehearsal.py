@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.runner import FAILED_CODE, LATE_CODE, PASSED_CODE
 from harness.places import ROOT
 
+from benchmarks.gpu.runner import FAILED_CODE, LATE_CODE, PASSED_CODE
 from megatron_zpp.ops.build import has_nvcc
 
 # What a fake GPU cannot do: cuDNN's attention, and ranks that wait for each other.
@@ -28,7 +28,7 @@ ENDS_BADLY = re.compile(r"does not end with|and not with|ends well|the part died
 )
 @pytest.mark.parametrize("number", ["1", "2", "3", "4"])
 def test_a_command_of_the_half_hour_runs_on_fake_gpus_to_its_end(number: str, tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/fake_gpus.py", "bash", "benchmarks/gpu_half_hour.sh", number]
+    command = [sys.executable, "-m", "benchmarks.fake_gpus", "bash", "benchmarks/gpu_half_hour.sh", number]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OUT": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert done.returncode in (PASSED_CODE, FAILED_CODE, LATE_CODE) and len(done.stdout + done.stderr) < 12_000, done.stdout + done.stderr
     summary = json.loads((tmp_path / number / "gpu_check.json").read_text())

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gpu_table
 import pytest
-from gpu import script
-from report import ORIGIN
+
+from benchmarks import gpu_table
+from benchmarks.gpu import script
+from benchmarks.report import ORIGIN
 
 MACHINE = {
     "processor": "some processor",

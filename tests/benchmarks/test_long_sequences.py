@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from long_sequences import MIB, Limited, Measured, RunFailed, about, run
+
+from benchmarks.long_sequences import MIB, Limited, Measured, RunFailed, about, run
 
 pytestmark = pytest.mark.gloo
 

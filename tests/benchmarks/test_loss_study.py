@@ -7,18 +7,28 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import loss_parity
 import pytest
 import torch
 from harness import tiers
-from loss_study import training
-from loss_study.gaps import Interval, gaps_of
-from loss_study.record import Record
-from loss_study.report import draw, table
-from loss_study.settings import FIRST, GROUPS, HALF_RATE, PLAIN, SECOND, SETTINGS, Setting, make_codec_with_shared_signs, plain_of
-from loss_study.text import Text
-from loss_study.training import Outcome, trained
 
+from benchmarks import loss_parity
+from benchmarks.loss_study import training
+from benchmarks.loss_study.gaps import Interval, gaps_of
+from benchmarks.loss_study.record import Record
+from benchmarks.loss_study.report import draw, table
+from benchmarks.loss_study.settings import (
+    FIRST,
+    GROUPS,
+    HALF_RATE,
+    PLAIN,
+    SECOND,
+    SETTINGS,
+    Setting,
+    make_codec_with_shared_signs,
+    plain_of,
+)
+from benchmarks.loss_study.text import Text
+from benchmarks.loss_study.training import Outcome, trained
 from megatron_zpp.comm.backend import VirtualWorld
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation
 from megatron_zpp.comm.codec import SignKeys
@@ -180,7 +190,7 @@ def test_a_table_and_a_picture_come_from_stored_outcomes(tmp_path: Path) -> None
 
 
 def made(name: str) -> dict[str, object]:
-    return {"command": f"python benchmarks/{name}.py", "date": "2026-01-01"}
+    return {"command": f"python -m benchmarks.{name}", "date": "2026-01-01"}
 
 
 def test_outcomes_are_kept_and_those_of_other_flags_refused(tmp_path: Path) -> None:
@@ -190,7 +200,7 @@ def test_outcomes_are_kept_and_those_of_other_flags_refused(tmp_path: Path) -> N
     assert again.has("lean", 1) and not again.has("lean", 2)
     assert json.loads(path.read_text())["outcomes"][0]["setting"] == "lean"
     again.add(outcome("lean", 2, 2.0))
-    assert json.loads(path.read_text())["command"] == ["python benchmarks/first.py", "python benchmarks/second.py"]
+    assert json.loads(path.read_text())["command"] == ["python -m benchmarks.first", "python -m benchmarks.second"]
     with pytest.raises(ValueError, match="holds runs with another flags; give another --output or remove it"):
         Record(path, {"flags": "b"}, made("third"))
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import two_nodes
-from slow_links import deepspeed_zero3
-from slow_links.configurations import (
+from torch import Tensor, nn
+
+from benchmarks import two_nodes
+from benchmarks.slow_links import deepspeed_zero3
+from benchmarks.slow_links.configurations import (
     ALL,
     DEEPSPEED,
     DEEPSPEED_HPZ,
@@ -26,17 +28,15 @@ from slow_links.configurations import (
     ZERO3,
     Workload,
 )
-from slow_links.deepspeed_zero3 import PACKAGE, DeepSpeedTraining
-from slow_links.peers import peers_named
-from slow_links.rates import UNLIMITED
-from slow_links.record import Record
-from torch import Tensor, nn
-
+from benchmarks.slow_links.deepspeed_zero3 import PACKAGE, DeepSpeedTraining
+from benchmarks.slow_links.peers import peers_named
+from benchmarks.slow_links.record import Record
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.training.sharding import choose_policy
 from megatron_zpp.zero.policy import ZEROPP
+from testbed.rates import UNLIMITED
 
 TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 50"
 

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 from harness.tool import write_json_lines
-from quickstart import COMPARED, figures_of, main
+
+from benchmarks.quickstart import COMPARED, figures_of, main
 
 pytestmark = pytest.mark.pure
 

@@ -9,15 +9,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import paper_table
 import pytest
 from harness.places import ROOT
-from report import ORIGIN, commands_of, machine_text, origin, origin_with
-from slow_links.analysis import analyse
-from slow_links.configurations import Workload
-from slow_links.record import Record
-from slow_links.report import markdown
 
+from benchmarks import paper_table
+from benchmarks.report import ORIGIN, commands_of, machine_text, origin, origin_with
+from benchmarks.slow_links.analysis import analyse
+from benchmarks.slow_links.configurations import Workload
+from benchmarks.slow_links.record import Record
+from benchmarks.slow_links.report import markdown
 from megatron_zpp import __version__
 
 pytestmark = pytest.mark.pure
@@ -52,7 +52,7 @@ def test_the_command_of_a_file_of_results_runs_a_program_with_flags_that_it_know
 
 def test_a_program_writes_the_origin_that_files_of_results_must_have() -> None:
     made = origin("reshard.py", ["--model", "--num-layers 2"])
-    assert tuple(made) == ORIGIN and made["command"] == "python benchmarks/reshard.py --model '--num-layers 2'"
+    assert tuple(made) == ORIGIN and made["command"] == "python -m benchmarks.reshard --model '--num-layers 2'"
     assert set(made["machine"]) == {"processor", "cores", "memory_gib"} and set(made["versions"]) == {"python", "torch", "megatron_zpp"}
     assert date.fromisoformat(made["date"]) and made["versions"]["megatron_zpp"] == __version__
     assert f"torch {made['versions']['torch']}" in machine_text(made)

@@ -15,12 +15,13 @@ from harness import closed_forms
 from harness.interrupts import heed_interrupts
 from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.processes import children_of, is_alive, runs
-from slow_links import sandbox
-from slow_links.analysis import Rated, analyse
-from slow_links.configurations import ALL, DEEPSPEED, FSDP2, NAMES, SMOKE_MODEL, ZERO3, Workload
-from slow_links.measurement import chosen_rates, smallest_hop, smallest_hop_of
-from slow_links.rates import UNLIMITED, Rate
-from slow_links.record import Record
+
+from benchmarks.slow_links.analysis import Rated, analyse
+from benchmarks.slow_links.configurations import ALL, DEEPSPEED, FSDP2, NAMES, SMOKE_MODEL, ZERO3, Workload
+from benchmarks.slow_links.measurement import chosen_rates, smallest_hop, smallest_hop_of
+from benchmarks.slow_links.record import Record
+from testbed import sandbox
+from testbed.rates import UNLIMITED, Rate
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKLOAD = Workload(2, 2, SMOKE_MODEL)
@@ -142,7 +143,7 @@ def skip_without_namespaces() -> None:
 
 
 def start_smoke(output: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "benchmarks/two_nodes.py", "--smoke", "--output", str(output)]
+    words = [sys.executable, "-m", "benchmarks.two_nodes", "--smoke", "--output", str(output)]
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
 
 
@@ -175,4 +176,4 @@ def test_however_it_ends_no_rank_stays_behind(tmp_path: Path, number: signal.Sig
 
 
 def ranks_of(process_id: int) -> list[int]:
-    return [child for child in children_of(process_id) if runs(child, "slow_links.worker")]
+    return [child for child in children_of(process_id) if runs(child, "benchmarks.slow_links.worker")]

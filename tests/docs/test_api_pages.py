@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from api_names import MADE_BY, PAGES, Page
-from api_pages import FOLDER, entry, pages, parameters_of, signature
+
+from docs.api_names import MADE_BY, PAGES, Page
+from docs.api_pages import FOLDER, entry, pages, parameters_of, signature
 
 SENTENCE = re.compile(r"[A-Z`'\[(\d].*[.:]$|[a-z]\w+ \[.*[.:]$", re.DOTALL)  # it may begin with a shape: loss_BQ ...
 
@@ -100,4 +101,4 @@ def test_the_stored_pages_are_what_the_docstrings_make() -> None:
     made = pages()
     assert {path.name for path in FOLDER.glob("*.md")} == set(made)
     for name, text in made.items():
-        assert (FOLDER / name).read_text(encoding="utf-8") == text, f"{name}: run python docs/api_pages.py"
+        assert (FOLDER / name).read_text(encoding="utf-8") == text, f"{name}: run python -m docs.api_pages"

@@ -176,12 +176,10 @@ QUICK = ("checkpoint", "code_errors", "head_loss", "host_adam", "quantization")
 
 def _benchmarks() -> list[object]:
     """The commands of benchmarks that have small sizes; the first one of each quick program runs always, the others only with --long."""
-    found = {
-        command.text: command for command in commands() if len(command.words) > 1 and "/" in command.words[1] and command.words[1] in SIZES
-    }
+    found = {command.text: command for command in commands() if command.words_with_files[1:2] and command.words_with_files[1] in SIZES}
     chosen, seen = [], set()
     for text, command in found.items():
-        folder, _, program = command.words[1].removesuffix(".py").partition("/")
+        folder, _, program = command.words_with_files[1].removesuffix(".py").partition("/")
         if folder == "benchmarks":
             is_long = program not in QUICK or program in seen
             chosen.append(pytest.param(command, id=text, marks=[pytest.mark.long] if is_long else []))

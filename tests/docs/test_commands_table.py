@@ -47,8 +47,8 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "bash scripts/docs.sh": f"{SCRIPTS}::test_the_site_is_built_anew_and_a_warning_is_an_error",
     "bash scripts/docs.sh --serve": f"{SCRIPTS}::test_the_site_is_served_on_this_machine_only",
     "bash scripts/docs.sh [--no-venv] [--serve]": f"{SCRIPTS}::test_the_site_is_served_on_this_machine_only",
-    "python docs/page_tables.py": "tests/docs/test_page_tables.py::test_the_tables_of_a_page_are_those_of_results_and_plans",
-    "python docs/api_pages.py": "tests/docs/test_api_pages.py::test_the_stored_pages_are_what_the_docstrings_make",
+    "python -m docs.page_tables": "tests/docs/test_page_tables.py::test_the_tables_of_a_page_are_those_of_results_and_plans",
+    "python -m docs.api_pages": "tests/docs/test_api_pages.py::test_the_stored_pages_are_what_the_docstrings_make",
     "source .venv/bin/activate": "It changes the reader's shell; the scripts that make .venv use it themselves.",
     "source scripts/models/llama3.1_8b.sh": SHAPES,
     "source scripts/models/gpt2_small.sh": SHAPES,
@@ -142,59 +142,61 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "nohup python pretrain_zeropp_gpt.py ...": "It is any run of one process, with a program of the system before it.",
     "deepspeed --hostfile hosts pretrain_gpt.py ...": "It is what users of DeepSpeed write; ours stands beside it.",
     # Examples
-    "python examples/shard_your_own_module.py": f"{EXAMPLES}::test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks",
-    "python examples/lora.py": f"{EXAMPLES}::test_adapters_learn_beside_a_frozen_model_and_are_saved_alone",
-    "torchrun --nproc-per-node 2 examples/shard_your_own_module.py --checkpoints my_checkpoints": (
+    "python -m examples.shard_your_own_module": f"{EXAMPLES}::test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks",
+    "python -m examples.lora": f"{EXAMPLES}::test_adapters_learn_beside_a_frozen_model_and_are_saved_alone",
+    "torchrun --nproc-per-node 2 -m examples.shard_your_own_module --checkpoints my_checkpoints": (
         f"{EXAMPLES}::test_a_module_of_your_own_goes_on_from_what_it_saved"
     ),
-    "torchrun --nproc-per-node 2 examples/lora.py --model my_llama --text my_text.txt --save my_adapters.safetensors": (
+    "torchrun --nproc-per-node 2 -m examples.lora --model my_llama --text my_text.txt --save my_adapters.safetensors": (
         f"{EXAMPLES}::test_adapters_learn_beside_a_frozen_model_and_are_saved_alone"
     ),
-    "python examples/codec_of_your_own.py": f"{EXAMPLES}::test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well",
-    "python examples/hugging_face_model.py": f"{EXAMPLES}::test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved",
-    "torchrun --nproc-per-node 2 examples/hugging_face_model.py --model my_llama --text my_text.txt --save my_trained_llama": (
+    "python -m examples.codec_of_your_own": f"{EXAMPLES}::test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well",
+    "python -m examples.hugging_face_model": f"{EXAMPLES}::test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved",
+    "torchrun --nproc-per-node 2 -m examples.hugging_face_model --model my_llama --text my_text.txt --save my_trained_llama": (
         f"{EXAMPLES}::test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved"
     ),
-    "python examples/one_unit.py": "tests/docs/test_worked_example.py::test_the_blocks_of_the_page_are_what_the_program_prints",
+    "python -m examples.one_unit": "tests/docs/test_worked_example.py::test_the_blocks_of_the_page_are_what_the_program_prints",
     # Benchmarks
-    "python benchmarks/checkpoint.py ...": BENCHMARK,
-    "python benchmarks/code_errors.py ...": BENCHMARK,
-    "python benchmarks/quickstart.py ...": "tests/benchmarks/test_quickstart.py::test_the_file_says_how_it_was_made_and_under_which_load",
-    "python benchmarks/constants.py": (
+    "python -m benchmarks.checkpoint ...": BENCHMARK,
+    "python -m benchmarks.code_errors ...": BENCHMARK,
+    "python -m benchmarks.quickstart ...": "tests/benchmarks/test_quickstart.py::test_the_file_says_how_it_was_made_and_under_which_load",
+    "python -m benchmarks.constants": (
         "tests/benchmarks/test_constants.py::test_the_table_has_a_row_for_every_speed_with_what_was_measured_here"
     ),
-    "python benchmarks/data_index.py ...": BENCHMARK,
-    "python benchmarks/dropout.py ...": BENCHMARK,
-    "python benchmarks/head_loss.py ...": BENCHMARK,
-    "python benchmarks/host_adam.py ...": BENCHMARK,
-    "python benchmarks/paper_table.py": BENCHMARK,
-    "python benchmarks/quantization.py ...": BENCHMARK,
-    "python benchmarks/long_sequences.py ...": (
+    "python -m benchmarks.data_index ...": BENCHMARK,
+    "python -m benchmarks.dropout ...": BENCHMARK,
+    "python -m benchmarks.head_loss ...": BENCHMARK,
+    "python -m benchmarks.host_adam ...": BENCHMARK,
+    "python -m benchmarks.paper_table": BENCHMARK,
+    "python -m benchmarks.quantization ...": BENCHMARK,
+    "python -m benchmarks.long_sequences ...": (
         "tests/benchmarks/test_long_sequences.py::test_ranks_that_divide_a_sample_have_the_losses_of_one_rank_and_a_smaller_plan"
     ),
-    "python benchmarks/loss_parity.py": LOSS_STUDY,
-    "python benchmarks/loss_parity.py --groups first --seeds 9 10 11 12": LOSS_STUDY,
-    "python benchmarks/loss_parity.py --model wide --groups rows --seeds 1 2 3 4 5 6 7 8": LOSS_STUDY,
-    "python benchmarks/loss_parity.py --report-only": LOSS_STUDY,
-    "python benchmarks/train_step.py ...": BENCHMARK,
-    "python benchmarks/train_step.py --peers fsdp2 deepspeed": (
+    "python -m benchmarks.loss_parity": LOSS_STUDY,
+    "python -m benchmarks.loss_parity --groups first --seeds 9 10 11 12": LOSS_STUDY,
+    "python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8": LOSS_STUDY,
+    "python -m benchmarks.loss_parity --report-only": LOSS_STUDY,
+    "python -m benchmarks.train_step ...": BENCHMARK,
+    "python -m benchmarks.train_step --peers fsdp2 deepspeed": (
         "tests/benchmarks/test_train_step.py::test_without_deepspeed_no_world_is_started"
     ),
-    "python benchmarks/sockets.py ...": BENCHMARK,
-    "python benchmarks/two_nodes.py --smoke": SMOKE,
-    "python benchmarks/two_nodes.py ...": "It needs root and takes half an hour; --smoke runs the same program on a tiny model.",
-    "python benchmarks/two_nodes.py --peers fsdp2 deepspeed": (
+    "python -m benchmarks.sockets ...": BENCHMARK,
+    "python -m benchmarks.two_nodes --smoke": SMOKE,
+    "python -m benchmarks.two_nodes ...": "It needs root and takes half an hour; --smoke runs the same program on a tiny model.",
+    "python -m benchmarks.two_nodes --peers fsdp2 deepspeed": (
         "tests/benchmarks/test_peers.py::test_without_deepspeed_its_peer_is_refused_before_anything_starts"
     ),
-    "python benchmarks/module_trace.py": "It starts four processes; test_labels_and_log.py has the names, test_pictures.py draws them.",
-    "python benchmarks/step_trace.py ...": "It needs root, for a network of its own; test_pictures.py draws what it wrote.",
-    "python benchmarks/reshard.py ...": BENCHMARK,
-    "python benchmarks/preprocess.py ...": "It trains tokenizers on text of the machine it runs on, and takes minutes.",
-    "python benchmarks/fake_gpus.py --gpus 4 COMMAND": FAKE_GPUS,
-    "python benchmarks/gpu_host_path.py ...": FAKE_GPUS,
-    "python benchmarks/gpu_table.py ...": "tests/benchmarks/test_gpu_table.py::test_what_four_commands_have_found_is_kept_and_printed",
-    "python benchmarks/kernel_work.py ...": ("tests/ops/test_cuda_kernels.py::test_accesses_of_a_warp_fill_the_sectors_that_they_touch"),
-    "python benchmarks/fake_gpus.py bash benchmarks/gpu_half_hour.sh 1": (
+    "python -m benchmarks.module_trace": "It starts four processes; test_labels_and_log.py has the names, test_pictures.py draws them.",
+    "python -m benchmarks.step_trace ...": "It needs root, for a network of its own; test_pictures.py draws what it wrote.",
+    "python -m benchmarks.reshard ...": BENCHMARK,
+    "python -m benchmarks.preprocess ...": "It trains tokenizers on text of the machine it runs on, and takes minutes.",
+    "python -m benchmarks.fake_gpus --gpus 4 COMMAND": FAKE_GPUS,
+    "python -m benchmarks.gpu_host_path ...": FAKE_GPUS,
+    "python -m benchmarks.gpu_table ...": "tests/benchmarks/test_gpu_table.py::test_what_four_commands_have_found_is_kept_and_printed",
+    "python -m benchmarks.kernel_work ...": (
+        "tests/benchmarks/test_kernel_work.py::test_accesses_of_a_warp_fill_the_sectors_that_they_touch"
+    ),
+    "python -m benchmarks.fake_gpus bash benchmarks/gpu_half_hour.sh 1": (
         "tests/benchmarks/test_gpu_rehearsal.py::test_a_command_of_the_half_hour_runs_on_fake_gpus_to_its_end"
     ),
     "bash benchmarks/gpu_check.sh ...": (
@@ -256,7 +258,7 @@ def test_a_test_that_a_row_names_exists(test: str) -> None:
 
 @pytest.mark.parametrize(("test", "key"), TESTS)
 def test_a_test_that_a_row_names_has_the_program(test: str, key: str) -> None:
-    words = re.findall(r"(?:\w+/)+([\w.]+)\.(?:py|sh|sbatch)\b|(pretrain_zeropp_gpt|sbatch|plan_run)", key)
+    words = re.findall(r"(?:\w+/)+([\w.]+)\.(?:py|sh|sbatch)\b|-m \w+\.(\w+)|(pretrain_zeropp_gpt|sbatch|plan_run)", key)
     text = (ROOT / test.split("::")[0]).read_text()
     text += READER.read_text() if "harness.reader" in text else ""
     assert not words or any(word in text for found in words for word in found if word)

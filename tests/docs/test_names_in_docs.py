@@ -90,7 +90,7 @@ def flags_of(program: str) -> frozenset[str]:
 
 
 def of_this_repository(command: Command) -> bool:
-    return any(PROGRAM.match(word) for word in command.words)
+    return any(PROGRAM.match(word) for word in command.words_with_files)
 
 
 @pytest.mark.parametrize("page", sorted({command.page for command in commands()}))
@@ -98,7 +98,7 @@ def test_commands_run_programs_that_exist_with_flags_that_they_know(page: str) -
     for command in filter(of_this_repository, commands()):
         if command.page != page:
             continue
-        words = [word.strip("[]") for word in command.words]
+        words = [word.strip("[]") for word in command.words_with_files]
         places = [place for place, word in enumerate(words) if PROGRAM.match(word)]
         if [words[place] for place in places] == ["tools/launch.py", ENTRY]:
             words[places.pop()] = "--"
@@ -114,7 +114,7 @@ def test_commands_run_programs_that_exist_with_flags_that_they_know(page: str) -
 
 
 def test_flags_in_the_text_of_the_documents_exist() -> None:
-    programs = {word for command in commands() for word in command.words if PROGRAM.match(word)}
+    programs = {word for command in commands() for word in command.words_with_files if PROGRAM.match(word)}
     known = OF_LAUNCHERS.union({"--help"}, *map(flags_of, programs))
     for page in PAGES:
         unknown = {flag for words in quoted(page) for flag in FLAG.findall(words)} - known

@@ -8,10 +8,11 @@ from functools import cache
 from itertools import pairwise
 from pathlib import PurePosixPath
 
-import page_tables
 import pytest
 from harness.pages import PAGES, text_of
 from harness.places import ROOT
+
+from docs import page_tables
 
 pytestmark = pytest.mark.pure
 
@@ -94,7 +95,7 @@ def stands_in(claim: str, sources: frozenset[str]) -> bool:
 
 @pytest.mark.parametrize("page", page_tables.PAGES)
 def test_the_tables_of_a_page_are_those_of_results_and_plans(page: str) -> None:
-    assert text_of(page) == page_tables.filled(text_of(page)), "run python docs/page_tables.py"
+    assert text_of(page) == page_tables.filled(text_of(page)), "run python -m docs.page_tables"
 
 
 def test_every_table_is_on_one_page() -> None:

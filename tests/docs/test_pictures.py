@@ -1,4 +1,4 @@
-"""docs/pictures: every picture is what `python docs/draw.py` makes, and says what the code does."""
+"""docs/pictures: every picture is what `python -m docs.draw` makes, and says what the code does."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from html import unescape
 from xml.etree import ElementTree
 
 import pytest
-from draw import FOLDER, PICTURES, drawn
-from drawing import house, lanes, memory, payload, quickstart, rungs, speedup, trace, unit_life
-from drawing.canvas import THEMES
 from harness.places import ROOT
 
+from docs.draw import FOLDER, PICTURES, drawn
+from docs.drawing import house, lanes, memory, payload, quickstart, rungs, speedup, trace, unit_life
+from docs.drawing.canvas import THEMES
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Rung
 
 pytestmark = pytest.mark.pure
@@ -29,7 +29,7 @@ def test_every_picture_is_stored_in_a_light_and_a_dark_look() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stored_picture_is_what_the_script_draws(name: str) -> None:
-    assert (FOLDER / name).read_text(encoding="utf-8") == drawn_once()[name], "run python docs/draw.py"
+    assert (FOLDER / name).read_text(encoding="utf-8") == drawn_once()[name], "run python -m docs.draw"
 
 
 @pytest.mark.parametrize("name", NAMES)

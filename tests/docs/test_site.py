@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 from harness.places import ROOT
-from website.navigation import INDEX, OUTSIDE, groups, links, pages, text_of
+
+from docs.website.navigation import INDEX, OUTSIDE, groups, links, pages, text_of
 
 PAGES = pages()
 

@@ -85,7 +85,7 @@ MEAN = {index: mean(ACROSS[0, index], ACROSS[1, index]) for index in range(4)}
 
 @pytest.mark.virtual
 def test_the_blocks_of_the_page_are_what_the_program_prints() -> None:
-    assert "\n\n".join(BLOCKS) + "\n" == output_of_example("one_unit.py")
+    assert "\n\n".join(BLOCKS) + "\n" == output_of_example("one_unit")
 
 
 def test_each_rank_owns_the_slice_that_is_drawn() -> None:

@@ -21,18 +21,18 @@ def losses(output: str) -> list[float]:
 
 
 def printed_by(name: str, *arguments: object) -> str:
-    done = forked.run(f"examples/{name}", *arguments)
+    done = forked.run("-m", f"examples.{name}", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.gloo
 def test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks(ranks: RankPool) -> None:
-    alone = printed_by("shard_your_own_module.py")
+    alone = printed_by("shard_your_own_module")
     assert losses(alone)[-1] < 0.1 * losses(alone)[0]
     assert "in a world of 1, each rank holds" in alone
     assert "received 0 bytes" in alone
-    first, second = ranks.run(1, 2, output_of_example, "shard_your_own_module.py")
+    first, second = ranks.run(1, 2, output_of_example, "shard_your_own_module")
     assert second == ""
     assert "in a world of 2, each rank holds" in first
     # The same samples in another order of sums: printed with four digits, losses differ by rounding at most.
@@ -40,15 +40,15 @@ def test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks(ranks: RankP
 
 
 def test_a_module_of_your_own_goes_on_from_what_it_saved(tmp_path: Path) -> None:
-    whole = printed_by("shard_your_own_module.py")
-    printed_by("shard_your_own_module.py", "--checkpoints", tmp_path, "--steps", 15)
-    rest = printed_by("shard_your_own_module.py", "--checkpoints", tmp_path)
+    whole = printed_by("shard_your_own_module")
+    printed_by("shard_your_own_module", "--checkpoints", tmp_path, "--steps", 15)
+    rest = printed_by("shard_your_own_module", "--checkpoints", tmp_path)
     assert losses(rest) == losses(whole)[3:]  # from step 10 on, to the digit
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000010", "iter_0000020"]
 
 
 def test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well() -> None:
-    plain, coded = printed_by("codec_of_your_own.py").splitlines()
+    plain, coded = printed_by("codec_of_your_own").splitlines()
     plain_bytes, coded_bytes = (int(re.findall(r"(\d+) bytes", line)[0]) for line in (plain, coded))
     # One byte per value and 16 per payload, instead of 4 bytes per value.
     assert 0.25 * plain_bytes < coded_bytes < 0.26 * plain_bytes
@@ -60,7 +60,7 @@ def test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well() -> None:
 def test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved(tmp_path: Path) -> None:
     import transformers  # takes a second, and every worker imports this file
 
-    first, *_, last = losses(printed_by("hugging_face_model.py", "--steps", 20, "--save", tmp_path))
+    first, *_, last = losses(printed_by("hugging_face_model", "--steps", 20, "--save", tmp_path))
     assert last < 0.8 * first
     ids = torch.tensor(list((ROOT / "examples/hugging_face_model.py").read_bytes())[:1024]).view(-1, 64)
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids, labels=ids).loss.item()
@@ -69,7 +69,7 @@ def test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved(tm
 
 def test_adapters_learn_beside_a_frozen_model_and_are_saved_alone(tmp_path: Path) -> None:
     file = tmp_path / "adapters.safetensors"
-    printed = printed_by("lora.py", "--save", file)
+    printed = printed_by("lora", "--save", file)
     first, *_, last = losses(printed)
     assert last < first - 0.2
     weights = load_file(file)

@@ -16,11 +16,10 @@ import sys
 import time
 from pathlib import Path
 
-from slow_links.network import INTERFACE, Network
-from slow_links.rates import UNLIMITED, Rate
-from slow_links.sandbox import enter_own_network
-
 from harness.tiny_runs import TINY
+from testbed.network import INTERFACE, Network
+from testbed.rates import UNLIMITED, Rate
+from testbed.sandbox import enter_own_network
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES, RANKS_PER_NODE = 2, 2

@@ -10,10 +10,10 @@ from itertools import cycle, product
 
 import torch
 
-from harness import dropout_bits, gaussian_bits, mean_bits, softmax_errors
-from harness.bit_differences import Comparison, run_as_program
-from harness.kernel_bits import BITS, DTYPES, check_ties, decoded, encoded, kinds_of_values, mean, recoded
 from megatron_zpp.ops.payload import GAUSSIAN_BITS, GAUSSIAN_ROUNDS
+from testbed.kernels import dropout_bits, gaussian_bits, mean_bits, softmax_errors
+from testbed.kernels.bit_differences import Comparison, run_as_program
+from testbed.kernels.kernel_bits import BITS, DTYPES, check_ties, decoded, encoded, kinds_of_values, mean, recoded
 
 MIXED = (0, 3, 5, 9, 12, 16)  # of kinds_of_values: ordinary, subnormal, huge, with ties, with NaN, with -infinity
 NOISE_KEYS = (None, 3)

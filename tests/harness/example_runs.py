@@ -15,21 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.places import ROOT
 from megatron_zpp.zero.shard import leave_world, shard
 
 
 def output_of_example(name: str) -> str:
-    """What examples/NAME prints on this rank."""
-    return output_of_program(str(ROOT / "examples" / name))
+    """What `python -m examples.NAME` prints on this rank."""
+    return _output_of(name, lambda: runpy.run_module(f"examples.{name}", run_name="__main__", alter_sys=True))
 
 
 def output_of_program(path: str) -> str:
     """What a program in Python prints on this rank."""
+    return _output_of(path, lambda: runpy.run_path(path, run_name="__main__"))
+
+
+def _output_of(name: str, program: Callable[[], object]) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [path])
-        runpy.run_path(path, run_name="__main__")
+        patch.setattr(sys, "argv", [name])
+        program()
     return printed.getvalue()
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_zpp.checkpoint import shard_file
 from pretrain_zeropp_gpt import main

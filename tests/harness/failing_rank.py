@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_zpp.zero.gradients import UnitGradient
 from pretrain_zeropp_gpt import main

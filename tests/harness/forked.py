@@ -20,7 +20,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from harness.places import IMPORT_FROM, ROOT
+from harness.places import ROOT, importing
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -37,7 +37,7 @@ def _start_server() -> None:
     """Starts the server unless it runs."""
     CONTEXT.set_forkserver_preload(["harness.preloaded"])
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, IMPORT_FROM), *([before] if before else [])])  # it does not take over sys.path
+    os.environ.update(importing(os.environ))  # it does not take over sys.path
     try:
         forkserver.ensure_running()
     finally:
@@ -47,7 +47,7 @@ def _start_server() -> None:
 
 
 class Forked:
-    """A Python program that has been started, as `python PROGRAM ARGUMENTS`."""
+    """A Python program that has been started, as `python PROGRAM ARGUMENTS`, or `python -m MODULE ARGUMENTS`."""
 
     def __init__(self, program: Path | str, *arguments: object, environment: Mapping[str, str] | None = None, folder: Path = ROOT) -> None:
         self.words = [str(program), *map(str, arguments)]
@@ -79,11 +79,15 @@ def _become(words: list[str], environment: dict[str, str], folder: str, output: 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    is_module = words[0] == "-m"
+    sys.argv = words[1:] if is_module else words
+    sys.path.insert(0, str(Path.cwd() if is_module else Path(words[0]).resolve().parent))
     code = 1
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from gpu.session import RankPlace, Session
 
 from harness.counting_backend import CountingBackend
 from harness.model_links import Crossing
@@ -21,6 +20,7 @@ from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.plan.program import Cross
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given
 from megatron_zpp.training.step import token_losses
+from testbed.session import RankPlace, Session
 
 CPU = torch.device("cpu")
 TINY = (

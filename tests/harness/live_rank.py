@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu.session import RankPlace, Session
 
 from harness.live_bytes import LiveBytes
 from harness.small_engine import LEARNING_RATE, Job, Rank
@@ -17,6 +16,7 @@ from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine import ZeroEngine
+from testbed.session import RankPlace, Session
 
 CPU = torch.device("cpu")
 

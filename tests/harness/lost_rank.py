@@ -7,10 +7,7 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 # The call at whose beginning the rank is lost.
 POINTS = {

@@ -7,9 +7,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from harness.bit_differences import Comparison, run_as_program
-from harness.kernel_bits import BITS, DTYPES, decoded, mean, recoded
 from megatron_zpp.ops.payload import coded_bytes
+from testbed.kernels.bit_differences import Comparison, run_as_program
+from testbed.kernels.kernel_bits import BITS, DTYPES, decoded, mean, recoded
 
 BLOCK = 32
 BLOCKS = 40

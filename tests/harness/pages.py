@@ -28,6 +28,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STARTS = r"(?:[A-Z_]+=\S+ )*(?:python|bash|torchrun|srun|sbatch|mpirun|nohup|pip|deepspeed|source|megatron-zpp) "
 LINE = rf"{STARTS}(?:[^\n]*\\\n)*[^\n]*\n"  # with its continuations
 PLACES = re.compile(rf"{FENCED.pattern}|`({STARTS}[^`]+)`|^    ({LINE})", re.MULTILINE | re.DOTALL)
+MODULE = re.compile(r"(benchmarks|docs|examples)\.(\w+)")  # a program, after -m
 NO_PROGRAMS = "/nonexistent"
 # Every command that is not built into bash is noted and not started: what it has exported, and its words. Shapes are read, because a
 # command may use their arrays. Output that a command sends to a file goes to a folder of its own.
@@ -57,6 +58,17 @@ class Command:
     @property
     def text(self) -> str:
         return " ".join((*self.variables, *self.words))
+
+    @property
+    def words_with_files(self) -> tuple[str, ...]:
+        """Its words, each of this repository's programs as its file: benchmarks/NAME.py for -m benchmarks.NAME."""
+        words: list[str] = []
+        for word in self.words:
+            if words[-1:] == ["-m"] and (module := MODULE.fullmatch(word)):
+                words[-1] = f"{module[1]}/{module[2]}.py"
+            else:
+                words.append(word)
+        return tuple(words)
 
 
 def text_of(page: str) -> str:
@@ -116,5 +128,7 @@ def _script_of_program(program: str) -> str:
             [*re.findall(r"^#  ? ?(.*)$", text, re.MULTILINE), *re.findall(r"<<'TEXT'\n(.*?)^TEXT$", text, re.DOTALL | re.MULTILINE)]
         )
     return "".join(
-        words for words in re.findall(rf"^ *({LINE})", shown + "\n", re.MULTILINE) if re.search(r"\w+\.(?:py|sh|sbatch)\b", words)
+        words
+        for words in re.findall(rf"^ *({LINE})", shown + "\n", re.MULTILINE)
+        if re.search(rf"\w+\.(?:py|sh|sbatch)\b|-m {MODULE.pattern}", words)
     )

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from megatron_zpp.training import trainer
 from pretrain_zeropp_gpt import main
 

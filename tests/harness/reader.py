@@ -12,7 +12,7 @@ from harness.rank_pool import RankPool
 from harness.tiny_runs import entry_in
 
 ENTRY = "pretrain_zeropp_gpt.py"
-PROGRAMS = ("benchmarks", "examples", "megatron_zpp", "scripts", "tools", ENTRY)
+PROGRAMS = ("benchmarks", "examples", "megatron_zpp", "scripts", "testbed", "tools", ENTRY)
 # Flags that are put after those of a page. They change sizes and lengths, and where a benchmark writes.
 SIZES = {
     "tools/train_tokenizer.py": "--vocab-size 600",
@@ -44,15 +44,15 @@ class Reader:
         (folder / "my_text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
     def run(self, command: Command, more: str | None = None) -> str:
-        """What the command prints, a `python PROGRAM ...` with the program's small sizes, or with the flags `more`.
+        """What the command prints, one that begins with `python`, with the program's small sizes, or with the flags `more`.
 
         Raises RuntimeError unless it ends with exit code 0.
         """
-        python, program, *arguments = command.words
+        python, program, *_ = command.words_with_files
         if python != "python":
             raise ValueError(f"{command.text} is no program of Python")
         flags = SIZES.get(program, "") if more is None else more
-        done = Forked(program, *arguments, *flags.split(), folder=self.folder).finished()
+        done = Forked(*command.words[1:], *flags.split(), folder=self.folder).finished()
         if done.returncode != 0:
             raise RuntimeError(f"{command.text}\n{done.stdout}{done.stderr}")
         return done.stdout

@@ -1,6 +1,6 @@
 """A run that is killed again and again, and what it came to. As a program: one soak, in numbers.
 
-    python tests/harness/soak.py --folder /path/to/a/folder --minutes 30
+    PYTHONPATH=tests python -m harness.soak --folder /path/to/a/folder --minutes 30
 
 Called again with the same folder it goes on; --minutes 0 only looks at what there is.
 
@@ -28,12 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in ("", "tests"))
-
+from harness.places import importing
 from harness.tiny_corpus import write_corpus
 from harness.tiny_runs import TINY
 
-PROGRAM = Path(__file__).with_name("watched_rank.py")
 GLOBAL_BATCH = 24
 STAGES = ("--zero-stage 3 --zero-hpz-partition-size 2", "--zero-stage 3", "--zero-stage 2", "--zero-stage 1", "--zero-stage 0")
 WORLDS = (2, 4, 6)
@@ -134,12 +132,12 @@ class Soak:
 
     def _launch(self, ranks: int, flags: str, folder: Path) -> subprocess.Popen[bytes]:
         folder.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(PROGRAM)]
+        launch = f"-m torch.distributed.run --standalone --nproc_per_node {ranks} -m harness.watched_rank"
         arguments = [*TINY, *f"{TRAINING} --data-path {self._corpus} --tokenizer-type NullTokenizer {flags}".split()]
         with (folder / "output.txt").open("wb") as output:
             return subprocess.Popen(
-                [*command, *arguments, "--log-jsonl", str(folder / "log.jsonl")],
-                env={**os.environ, "WATCHED": str(folder), "OMP_NUM_THREADS": "1"},
+                [sys.executable, *launch.split(), *arguments, "--log-jsonl", str(folder / "log.jsonl")],
+                env=importing({**os.environ, "WATCHED": str(folder), "OMP_NUM_THREADS": "1"}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

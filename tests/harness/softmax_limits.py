@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.softmax_errors import FIRST, parts_of
+from testbed.kernels.softmax_errors import FIRST, parts_of
 
 FAR = 2**31  # elements between two rows
 MAP_NORESERVE = 0x4000  # of mmap(2)

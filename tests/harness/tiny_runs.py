@@ -7,14 +7,11 @@ import io
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from harness.rank_pool import RankPool
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
 RUN = "--num-workers 0 --distributed-backend gloo "

@@ -9,17 +9,15 @@ import time
 from pathlib import Path
 
 from harness.patience import wait_until
-from harness.places import HARNESS
+from harness.places import importing
 from harness.processes import is_alive
 from harness.tiny_runs import TINY
-
-PROGRAM = HARNESS / "watched_rank.py"
 
 
 def test_ranks_of_a_killed_torchrun_end_say_why_and_leave_no_lock(tmp_path: Path) -> None:
     flags = f"--zero-stage 3 --train-iters 1000000 --save {tmp_path / 'saved'}".split()
-    words = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split(), str(PROGRAM), *TINY, *flags]
-    environment = {**os.environ, "WATCHED": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2 -m harness.watched_rank".split(), *TINY, *flags]
+    environment = importing({**os.environ, "WATCHED": str(tmp_path), "OMP_NUM_THREADS": "1"})
     with (tmp_path / "said").open("w") as said:
         torchrun = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=said)
         diaries = [tmp_path / f"rank_{rank}.txt" for rank in range(2)]

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.places import HARNESS, IMPORT_FROM, ROOT
-from slow_links.sandbox import CannotIsolate, isolating_command
+from harness.places import HARNESS, importing
+
+from testbed.sandbox import CannotIsolate, isolating_command
 
 TIMEOUT_SECONDS = 60.0  # --distributed-timeout-minutes 1
 
@@ -21,7 +22,7 @@ def test_a_cut_link_ends_every_rank_in_time_and_the_same_command_goes_on(tmp_pat
         isolating_command()
     except CannotIsolate as error:
         pytest.skip(str(error))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*IMPORT_FROM, ROOT / "benchmarks"]))}
+    environment = importing(os.environ)
     finished = subprocess.run(
         [sys.executable, str(HARNESS / "cut_link.py"), str(tmp_path)],
         env=environment,

@@ -8,20 +8,21 @@ from pathlib import Path
 
 import torch.distributed.run
 from harness.forked import Forked
-from harness.places import HARNESS
+from harness.places import importing
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, losses, pretrain
 
 TORCHRUN = Path(torch.distributed.run.__file__)
-PROGRAM = HARNESS / "rank_that_dies_once.py"
 FLAGS = "--zero-stage 3 --train-iters 5 --global-batch-size 4"
 
 
 def test_after_a_rank_was_killed_torchrun_s_restart_ends_with_the_losses_of_the_unbroken_run(ranks: RankPool, tmp_path: Path) -> None:
     whole = losses(pretrain(ranks, 1, 2, FLAGS, tmp_path / "whole.jsonl"))
     saving = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --save-interval 2 --log-jsonl {tmp_path / 'broken.jsonl'}"
-    words = [*"--standalone --nproc_per_node 2 --max-restarts 1".split(), PROGRAM, *TINY, *FLAGS.split(), *saving.split()]
-    done = Forked(TORCHRUN, *words, environment={**os.environ, "ONCE": str(tmp_path / "killed"), "OMP_NUM_THREADS": "1"}).finished(240)
+    launch = "--standalone --nproc_per_node 2 --max-restarts 1 -m harness.rank_that_dies_once"
+    words = [*launch.split(), *TINY, *FLAGS.split(), *saving.split()]
+    environment = importing({**os.environ, "ONCE": str(tmp_path / "killed"), "OMP_NUM_THREADS": "1"})
+    done = Forked(TORCHRUN, *words, environment=environment).finished(240)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "killed").exists()
     records = [json.loads(line) for line in (tmp_path / "broken.jsonl").read_text().splitlines()]

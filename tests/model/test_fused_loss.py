@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from harness.emulation import emulated_kernels
 from harness.forked import Forked
 from harness.kernel_programs import compared
 from harness.places import HARNESS
+
+from testbed.kernels.emulation import emulated_kernels
 
 pytestmark = pytest.mark.compiles
 

@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness.emulation import FLAGS, STAND_INS
 from torch.utils.cpp_extension import include_paths
 
 from megatron_zpp.ops.build import SOURCES
+from testbed.kernels.emulation import FLAGS, STAND_INS
 
 pytestmark = pytest.mark.compiles
 BARRIER = "__syncthreads();"

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import dropout_bits, gaussian_bits, guarded_rows, kernel_bits, mean_bits, softmax_errors
-from harness.bit_differences import NAMED, Comparison
 from harness.forked import Forked
 from torch import Tensor
 
 from megatron_zpp.ops import softmax_reference
 from megatron_zpp.ops.build import Build
+from testbed.kernels import dropout_bits, gaussian_bits, guarded_rows, kernel_bits, mean_bits, softmax_errors
+from testbed.kernels.bit_differences import NAMED, Comparison
 
 pytestmark = pytest.mark.usefixtures("kernels")
 KERNELS = torch.ops.megatron_zpp
@@ -234,7 +234,7 @@ def test_an_op_that_raises_is_a_difference_and_other_cases_are_compared_unless_t
 PROGRAM = """
 import sys
 import torch
-from harness import bit_differences, mean_bits
+from testbed.kernels import bit_differences, mean_bits
 
 def check(comparison):
     right = torch.ops.megatron_zpp.mean_values

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import kernel_work
 import pytest
-from harness.device_code import SOURCES_OF_KERNELS, compared_on_ptx, ptx
-from harness.device_work import Work
-from harness.emulation import emulated_kernels
 from harness.forked import Forked
-from harness.kernel_programs import compared
-from harness.ptx_machine.module import Kernel, Module
+from harness.kernel_programs import compared, compared_on_ptx
 
 from megatron_zpp.ops.build import Build
+from testbed.kernels.device_code import SOURCES_OF_KERNELS, ptx
+from testbed.kernels.emulation import emulated_kernels
+from testbed.kernels.ptx_machine.module import Kernel, Module
 
 pytestmark = pytest.mark.compiles
 RESULTS_PER_SIZE = 360 + 174 + 12  # without options, with them, and next to ties
@@ -166,18 +162,3 @@ def test_what_nvcc_makes_of_the_kernels_has_the_reference_s_bits_touches_only_it
 def test_kernels_without_their_barriers_are_noticed_on_the_machine_that_runs_what_nvcc_makes_of_them() -> None:
     with pytest.raises(AssertionError, match="another thread has written since the last barrier"):
         compared_on_ptx("device_bits.py", "8192", without="bar.sync \t0;")
-
-
-# A warp writes the 4-bit codes of 4 values per thread, 8 neighbouring threads at a time, so half of every sector.
-HALF_FILLED = {("INT4", name) for name in ("encode fp32", "decode to fp32", "decode, add mean of 2", "decode, add rotated mean of 2")}
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
-def test_accesses_of_a_warp_fill_the_sectors_that_they_touch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_work, "RUN_NUMEL", 4096)
-    monkeypatch.setattr(sys, "argv", ["kernel_work.py", "--output", str(tmp_path / "found.json")])
-    kernel_work.main()
-    calls = [Work(**call) for call in json.loads((tmp_path / "found.json").read_text())["calls"]]
-    found = {(call.codes, call.name): call.sector_bytes / call.nbytes for call in calls}
-    assert {name for name, ratio in found.items() if ratio > 1.04} == HALF_FILLED
-    assert max(found.values()) < 1.12

@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.bit_differences import Comparison
-from harness.emulation import emulated_kernels
-from harness.gaussian_bits import BLOCK, KEYS, check_all, encoded, kinds
-from harness.gaussian_bits import decoded as decoded_rows
 from harness.kernel_programs import compared
 from harness.per_block import equal_bits
 from torch import Tensor
@@ -23,6 +19,10 @@ from torch.utils.cpp_extension import include_paths
 from megatron_zpp.ops import extension, gaussian, gaussian_reference
 from megatron_zpp.ops.build import COMPILER_FLAGS, SOURCES, Build
 from megatron_zpp.ops.payload import GAUSSIAN_BITS, GAUSSIAN_ROUNDS, gaussian_bytes
+from testbed.kernels.bit_differences import Comparison
+from testbed.kernels.emulation import emulated_kernels
+from testbed.kernels.gaussian_bits import BLOCK, KEYS, check_all, encoded, kinds
+from testbed.kernels.gaussian_bits import decoded as decoded_rows
 
 pytestmark = pytest.mark.compiles
 RESULTS_PER_SIZE = 594

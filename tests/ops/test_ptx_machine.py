@@ -6,12 +6,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from harness.device_work import is_half_rate
-from harness.ptx_machine import arithmetic
-from harness.ptx_machine.machine import SECTOR_BYTES, MachineError, Profile, Program, run
-from harness.ptx_machine.memory import AccessError, GlobalMemory
-from harness.ptx_machine.module import Module
 from numpy.typing import NDArray
+
+from testbed.kernels.device_work import is_half_rate
+from testbed.kernels.ptx_machine import arithmetic
+from testbed.kernels.ptx_machine.machine import SECTOR_BYTES, MachineError, Profile, Program, run
+from testbed.kernels.ptx_machine.memory import AccessError, GlobalMemory
+from testbed.kernels.ptx_machine.module import Module
 
 # Stores to word `tid` of the tensor what the body leaves in %r9; %rd1: its address, %r1: the thread's index.
 HEAD = """

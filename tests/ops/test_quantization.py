@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness.bit_differences import Comparison
-from harness.kernel_bits import BITS, DTYPES, UNTOUCHED, check_all, check_options, decoded, encoded
 from harness.kernel_programs import compared
 from harness.per_block import equal_bits
 from hypothesis import given, settings
@@ -16,6 +14,8 @@ from torch import Tensor
 from megatron_zpp.ops import extension, quantization, reference
 from megatron_zpp.ops.build import Build
 from megatron_zpp.ops.payload import coded_bytes
+from testbed.kernels.bit_differences import Comparison
+from testbed.kernels.kernel_bits import BITS, DTYPES, UNTOUCHED, check_all, check_options, decoded, encoded
 
 BLOCK = 32
 

@@ -1,14 +1,9 @@
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from harness.places import ROOT
-from harness.tool import run_tool
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 from collect_corpus import write_corpus
+from harness.tool import run_tool
 
 from megatron_zpp.system.user_error import UserError
 

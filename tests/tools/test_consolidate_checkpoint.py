@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import consolidate_checkpoint
 import pytest
 import torch
-from harness.places import ROOT
 from harness.small_gpt import small_gpt
+from harness.tool import run_with_tools
 from safetensors.torch import load_file
 from test_generate_text import write_checkpoint
 
@@ -27,7 +26,6 @@ NAMES = [f"blocks.{index}.weight" for index in range(UNITS)]
 MEASURED = """
 import json, sys
 from pathlib import Path
-sys.path[:0] = ["tools", "."]
 import consolidate_checkpoint, convert_from_hf, convert_to_hf, inspect_checkpoint
 import torch
 def peak_bytes():  # of this program; getrusage would count the larger process that started it
@@ -49,8 +47,8 @@ def consolidated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
     specs = [ParamSpec(name, Division.undivided(tuple(values.shape)), lambda start, stop: values, weight_decay=True) for name in NAMES]
     write_release(folder / "saved", [UnitSpec(spec.name, (spec,)) for spec in specs], lambda name: values, {})
     arguments = ["--load", folder / "saved", "--output", folder / "plain", "--dtype", "bfloat16", "--max-shard-size", "0.08"]
-    command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_with_tools("-c", MEASURED, *map(str, arguments))
+    assert done.returncode == 0, done.stderr
     return folder / "plain", json.loads(done.stdout.splitlines()[-1])
 
 

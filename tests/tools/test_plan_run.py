@@ -19,7 +19,7 @@ from harness.patience import wait_until
 from harness.places import ROOT
 from harness.processes import children_of, is_alive
 from harness.stored_manifest import manifest_of_run, write_manifest
-from harness.tool import run_tool
+from harness.tool import run_tool, run_with_tools
 from harness.trained_tokenizers import write_gpt2_files
 from hypothesis import given
 from hypothesis import strategies as st
@@ -497,13 +497,12 @@ def test_torch_is_not_imported_for_help_and_for_mistakes_in_flags(mistake: list[
     program = f"""if True:
         import sys
         sys.argv = ["plan_run.py", *{words!r}]
-        sys.path.insert(0, "tools")
         import plan_run
         try:
             plan_run.main()
         finally:
             print("imported" if "torch" in sys.modules else "left out")"""
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, capture_output=True, text=True)
+    found = run_with_tools("-c", program)
     assert found.returncode == (2 if mistake else 0) and found.stdout.endswith("left out\n")
 
 

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 from harness.places import ROOT
 from harness.tiny_corpus import GOLDEN, counting_documents
-from harness.tool import run_tool, write_json_lines
+from harness.tool import run_tool, run_with_tools, write_json_lines
 from harness.trained_tokenizers import write_gpt2_files
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
@@ -314,8 +314,8 @@ def test_the_best_number_of_workers_is_found_without_writing(tmp_path: Path) -> 
 
 
 def test_preprocessing_imports_no_torch() -> None:
-    code = "import sys; sys.path.insert(0, 'tools'); import preprocess_data; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    code = "import sys, preprocess_data; sys.exit('torch' in sys.modules)"
+    assert run_with_tools("-c", code).returncode == 0
 
 
 def run_with_patch(tmp_path: Path, patch: str) -> subprocess.CompletedProcess[str]:
@@ -324,11 +324,10 @@ def run_with_patch(tmp_path: Path, patch: str) -> subprocess.CompletedProcess[st
     arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers", "2", *map(str, NULL)]
     script = tmp_path / "script.py"
     script.write_text(
-        f"import multiprocessing, os, sys\nsys.path.insert(0, {str(ROOT / 'tools')!r})\n"
-        "import preprocess_data\nfrom megatron_zpp.data.preprocess import document_encoder\n"
+        "import multiprocessing, os, sys\nimport preprocess_data\nfrom megatron_zpp.data.preprocess import document_encoder\n"
         f"if __name__ == '__main__':\n    {patch}\n    sys.argv[1:] = {json.dumps(arguments)}\n    preprocess_data.main()\n"
     )
-    return subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_with_tools(str(script))
 
 
 def test_worker_processes_started_afresh_get_the_encoder(tmp_path: Path) -> None:

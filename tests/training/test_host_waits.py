@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from gpu.session import LEARNING_RATE, RankPlace, Session
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Site
 
@@ -14,6 +13,7 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.step import forward_backward, gather_numbers
 from megatron_zpp.zero import optimizer_step
 from megatron_zpp.zero.norms import squared_sums_at_once
+from testbed.session import LEARNING_RATE, RankPlace, Session
 
 pytestmark = pytest.mark.virtual
 

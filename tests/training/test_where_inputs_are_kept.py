@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.session import RankPlace, Session
 from harness.fake_streams.machine import Machine, Site
 from harness.fake_streams.one_gpu import run_on_one_fake_gpu
 from harness.live_bytes import LiveBytes
@@ -28,6 +27,7 @@ from megatron_zpp.training.memory_need import memory_need
 from megatron_zpp.training.plan.kinds import KEPT_INPUTS
 from megatron_zpp.training.sharding import grid_of
 from megatron_zpp.training.step import token_losses
+from testbed.session import RankPlace, Session
 
 pytestmark = pytest.mark.virtual
 

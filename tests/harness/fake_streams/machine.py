@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 HARNESS = Path(__file__).parent
 ROOT = HARNESS.parents[2]
-FOLDERS = (ROOT / "tests", ROOT / "benchmarks", ROOT / "megatron_zpp")  # of the project; an environment may lie beside them
+FOLDERS = tuple(
+    ROOT / name for name in ("tests", "testbed", "benchmarks", "megatron_zpp")
+)  # of the project; an environment may lie beside them
 SERVANTS = ("lanes.py", "observed_lanes.py", "operation.py", "staging.py", "group_link.py", "tensor_link.py", "context_link.py")
 
 Clock = dict[int, int]  # by stream, the number of its operations; a stream that is missing has none

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from gpu.session import RankPlace
-from gpu.thread_ranks import EventBackend
 
 from harness.fake_streams.accesses import Accesses, Block, RaceError, watched_memory
 from harness.fake_streams.machine import FakeStream, Machine, Site
@@ -15,6 +13,8 @@ from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import StreamLanes
 from megatron_zpp.parallel.grid import Grid
+from testbed.session import RankPlace
+from testbed.thread_ranks import EventBackend
 
 Result = TypeVar("Result")
 

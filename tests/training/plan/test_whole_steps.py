@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.session import Session
 from harness.live_rank import Held, LiveStorages, held_by_ranks, held_in_steps
 from harness.planned_rank import check_peak, peak_of, recorded, run_of, states_of
 from harness.small_engine import Job
@@ -24,6 +23,7 @@ from megatron_zpp.training.step import token_losses
 from megatron_zpp.zero.module_plan import plan_of
 from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.shard import shard
+from testbed.session import Session
 
 pytestmark = pytest.mark.virtual
 

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from harness.bit_differences import Comparison, Ops, run_as_program
+from testbed.kernels.bit_differences import Comparison, Ops, run_as_program
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RUNS = (0, 1, 7, 8, 40, 1023, 2048, 4099)  # lengths that are no multiple of 8 among them, and longer than one part of the C++ kernel

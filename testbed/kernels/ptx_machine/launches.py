@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.places import HARNESS
-from harness.ptx_machine.machine import Profile, Program, run
-from harness.ptx_machine.memory import GlobalMemory
-from harness.ptx_machine.module import Module
+from testbed.kernels.ptx_machine.machine import Profile, Program, run
+from testbed.kernels.ptx_machine.memory import GlobalMemory
+from testbed.kernels.ptx_machine.module import Module
 
 SET_HOOK = "cuda_on_cpu_set_launch_hook"
 # kernel, columns and rows of the grid, threads of a grid block, and the parameters: their addresses, sizes and number.
@@ -137,7 +136,7 @@ def main() -> None:
     launches = Launches(Path(args.library), Path(args.symbols), without=args.without)
     sys.argv = [args.program, args.library, *arguments]
     with launches.tensors:
-        runpy.run_path(str(HARNESS / args.program), run_name="__main__")
+        runpy.run_path(args.program, run_name="__main__")
     print(len(launches.launched))
 
 

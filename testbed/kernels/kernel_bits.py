@@ -10,9 +10,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from harness.bit_differences import Comparison, Ops, run_as_program
 from megatron_zpp.ops.payload import coded_bytes
 from megatron_zpp.ops.reference import noise
+from testbed.kernels.bit_differences import Comparison, Ops, run_as_program
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (4, 8)

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpu.session import RankPlace
 from megatron_zpp.comm.backend import VirtualWorld, Work
 from megatron_zpp.comm.lanes import StreamLanes, make_lanes
 from megatron_zpp.comm.streams import CudaStreams, Streams
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Lane
+from testbed.session import RankPlace
 
 Result = TypeVar("Result")
 

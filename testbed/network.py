@@ -12,7 +12,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 
-from slow_links.rates import Rate
+from testbed.rates import Rate
 
 INTERFACE = "eth0"
 BRIDGE = "switch0"

@@ -24,7 +24,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 QUIET_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 MASK_16 = 0x7FFF
-SIGN = {"f32": np.uint32(1 << 31), "f64": np.uint64(1 << 63)}
+SIGN: dict[str, Any] = {"f32": np.uint32(1 << 31), "f64": np.uint64(1 << 63)}
 
 
 def canonical(values: Values) -> Values:
@@ -194,6 +194,10 @@ _INTEGERS: dict[str, Operation] = {
 }
 
 
+def _chosen(a: Values, b: Values, chosen: Values) -> Values:
+    return np.where(chosen, a, b)
+
+
 def operation(op: str) -> tuple[Operation, tuple[str, ...]]:
     """What the instruction computes, and the types of its inputs; the last type is that of all further ones. Raises KeyError if unknown."""
     name, _, kind = op.rpartition(".")
@@ -205,7 +209,7 @@ def operation(op: str) -> tuple[Operation, tuple[str, ...]]:
     if parts[0] == "setp" and len(parts) == 3:
         return compared(parts[1], kind), (kind,)
     if parts[0] == "selp":
-        return (lambda a, b, chosen: np.where(chosen, a, b)), (kind, kind, "pred")
+        return _chosen, (kind, kind, "pred")
     if parts[0] == "cvt" and len(parts) == 3 and parts[1][0] in "us" and kind[0] in "us":
         target = DTYPES[parts[1]]
         return (lambda a: a.astype(target)), (kind,)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.calls import Call, tensor_in_words
 from megatron_zpp.ops import dropout_reference, gaussian_reference, reference
+from testbed.kernels.calls import Call, tensor_in_words
 
 NAMED = 8  # differences of an op
 ERROR_CHARACTERS = 100
@@ -125,7 +125,7 @@ def _bits(values: Tensor) -> Tensor:
 
 def _first(differs: Tensor) -> tuple[int, ...]:
     """The index of the first element that is true. A byte per element is needed, and one element read, where the tensor is."""
-    number = differs.flatten().view(torch.uint8).argmax().item()
+    number = int(differs.flatten().view(torch.uint8).argmax())
     return tuple(map(int, np.unravel_index(number, differs.shape)))
 
 
@@ -136,7 +136,7 @@ def _in_words(index: Sequence[int], last: Callable[[int], str] | None = None) ->
 
 def _hexadecimal(number: Tensor) -> str:
     digits = 2 * number.element_size()
-    return f"0x{number.item() & (1 << 4 * digits) - 1:0{digits}x}"
+    return f"0x{int(number) & (1 << 4 * digits) - 1:0{digits}x}"
 
 
 def _share(differs: Tensor) -> str:

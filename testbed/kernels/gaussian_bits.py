@@ -12,10 +12,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from harness.bit_differences import Comparison, Ops, run_as_program
-from harness.guarded_rows import at_the_end_of_memory, placed_at_the_end, with_last_gap
-from harness.kernel_bits import DTYPES, MARGIN_BYTES, SLICES, UNTOUCHED, kinds_of_values
 from megatron_zpp.ops.payload import GAUSSIAN_BITS, GAUSSIAN_ROUNDS, gaussian_bytes
+from testbed.kernels.bit_differences import Comparison, Ops, run_as_program
+from testbed.kernels.guarded_rows import at_the_end_of_memory, placed_at_the_end, with_last_gap
+from testbed.kernels.kernel_bits import DTYPES, MARGIN_BYTES, SLICES, UNTOUCHED, kinds_of_values
 
 BLOCK = 256
 KEYS = (0, 2**63 - 1, 5)

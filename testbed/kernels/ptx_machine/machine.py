@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.ptx_machine.arithmetic import DTYPES, Values, operation
-from harness.ptx_machine.memory import AccessError, GlobalMemory, SharedMemory
-from harness.ptx_machine.module import Instruction, Kernel
+from testbed.kernels.ptx_machine.arithmetic import DTYPES, Values, operation
+from testbed.kernels.ptx_machine.memory import AccessError, GlobalMemory, SharedMemory
+from testbed.kernels.ptx_machine.module import Instruction, Kernel
 
 LANES = 32
 SECTOR_BYTES = 32  # of global memory, the least that moves
@@ -272,7 +272,7 @@ def _fetch(kernel: Kernel, operand: str, kind: str) -> Fetch:
     return fetch
 
 
-def _number(operand: str, dtype: np.dtype[Any]) -> Values | None:
+def _number(operand: str, dtype: np.dtype[Any]) -> Any:
     if operand.startswith(("0f", "0d")):
         bits = int(operand[2:], 16)
         return np.uint32(bits).view(np.float32) if operand[1] == "f" else np.uint64(bits).view(np.float64)

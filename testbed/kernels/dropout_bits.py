@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from harness.bit_differences import Comparison, Ops, run_as_program
+from testbed.kernels.bit_differences import Comparison, Ops, run_as_program
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 2, 7, 8, 31, 3 * 7 * 11, 1023, 1025, 5000)  # channels that are no multiple of 8 among them

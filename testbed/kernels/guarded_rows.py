@@ -12,10 +12,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from harness.bit_differences import Comparison, Ops, run_as_program
-from harness.kernel_bits import BITS, DTYPES, UNTOUCHED
-from harness.mean_bits import GUARD, placed
 from megatron_zpp.ops.payload import coded_bytes
+from testbed.kernels.bit_differences import Comparison, Ops, run_as_program
+from testbed.kernels.kernel_bits import BITS, DTYPES, UNTOUCHED
+from testbed.kernels.mean_bits import GUARD, placed
 
 NO_ACCESS = 0  # PROT_NONE of mmap(2)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from harness.device_work import Work
-from harness.emulation import emulated_kernels
-from harness.forked import Forked
-from harness.places import HARNESS
-from harness.ptx_machine.launches import symbols_of
 from megatron_zpp.ops.build import SOURCES, Build, made_once
+from testbed.kernels.device_work import Work
+from testbed.kernels.emulation import emulated_kernels
+from testbed.kernels.ptx_machine.launches import symbols_of
 
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES_OF_KERNELS = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu"))
 
 
@@ -30,26 +30,21 @@ def ptx(source: str, architecture: str = "sm_80") -> Path:
     return made_once(_folder() / f"{source.replace('/', '-')}-{architecture}.ptx", compiled, lock_timeout_seconds=600)
 
 
-def compared_on_ptx(program: str, *arguments: str, without: str | None = None) -> tuple[int, int]:
-    """How many results a program of harness/ has found equal, and how many kernels it has launched, on ptx_machine/.
-
-    without: a statement that the PTX is left without. Raises AssertionError with what the program has written if it fails.
-    """
-    options = () if without is None else ("--without", without)
-    done = Forked(HARNESS / "ptx_machine/launches.py", *options, _symbols(), program, emulated_kernels(), *arguments).finished()
-    assert done.returncode == 0, done.stderr
-    results, kernels = map(int, done.stdout.split())
-    return results, kernels
-
-
 def work_on_ptx(slices: int, row_numel: int, block_numel: int) -> list[Work]:
-    """What every timed call of benchmarks/gpu/ does there on values of this size; see device_work.py."""
-    done = Forked(HARNESS / "device_work.py", _symbols(), emulated_kernels(), slices, row_numel, block_numel).finished()
-    assert done.returncode == 0, done.stderr
+    """What every timed call does on ptx_machine/ with values of this size; see device_work.py. It is a process that loads the library.
+
+    Raises RuntimeError with what the process has written if it fails.
+    """
+    words = map(str, (symbols(), emulated_kernels(), slices, row_numel, block_numel))
+    done = subprocess.run(
+        [sys.executable, "-m", "testbed.kernels.device_work", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
     return [Work(**each) for each in json.loads(done.stdout)]
 
 
-def _symbols() -> Path:
+def symbols() -> Path:
     """A file that says which PTX is that of each kernel of the emulated library."""
     library = emulated_kernels()
     modules = [ptx(source) for source in SOURCES_OF_KERNELS]

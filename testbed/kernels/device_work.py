@@ -14,14 +14,10 @@ from pathlib import Path
 
 import torch
 
-from harness.places import ROOT
-from harness.ptx_machine.launches import Launches
-from harness.ptx_machine.machine import LANES, SECTOR_BYTES
 from megatron_zpp.ops import extension
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from gpu.timed_ops import EXACT, Call, timed_ops
+from testbed.kernels.ptx_machine.launches import Launches
+from testbed.kernels.ptx_machine.machine import LANES, SECTOR_BYTES
+from testbed.kernels.timed_ops import EXACT, Call, timed_ops
 
 DROPPED = (EXACT, "dropout")
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.bit_differences import Comparison, Ops, run_as_program
-from harness.mean_bits import without_nan_bits
+from testbed.kernels.bit_differences import Comparison, Ops, run_as_program
+from testbed.kernels.mean_bits import without_nan_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = (1, 7, 96, 5003)  # less than a chunk, a multiple of one, and more than one for each thread

@@ -1,0 +1,1 @@
+"""Programs that use the engine without the training script. They run from the root of the repository: python -m examples.NAME."""

@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: ranks, slow networks, and kernels beside their reference. Nothing of it is installed."""
