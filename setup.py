@@ -7,7 +7,11 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 # Tools find the package and the entry one folder up, in a checkout and installed.
-FOLDERS = {"megatron_zpp_tools": "tools", "megatron_zpp.csrc": "csrc"}
+FOLDERS = {
+    "megatron_zpp_tools": "tools",
+    **{f"megatron_zpp_tools.{package}": f"tools/{package}" for package in find_packages("tools")},
+    "megatron_zpp.csrc": "csrc",
+}
 
 
 class BuildAnew(build_py):

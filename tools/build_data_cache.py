@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 
-from command import errors_in_words, parsed_with_flags_of_run, rank_count
+from cli.command import errors_in_words, parsed_with_flags_of_run, rank_count
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from command import megabytes, run_command
+from cli.command import megabytes, run_command
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.system.output_file import naming_file

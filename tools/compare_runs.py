@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from command import printable, run_command
-from run_history import AXES, REMEDY, RunHistory, read_histories
+from cli.command import printable, run_command
+from run_logs.history import AXES, REMEDY, RunHistory, read_histories
 
 MEGABYTE = 1e6
 NEEDED = ("inter_node_bytes", "intra_node_bytes", "model_state_bytes", "elapsed_ms_per_iteration")

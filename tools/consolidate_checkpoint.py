@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command
+from cli.command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command
 
 from megatron_zpp.checkpoint.export import PART_NUMEL, new_folder, write_json, write_parts
 from megatron_zpp.checkpoint.shard_file import TensorEntry

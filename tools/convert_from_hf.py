@@ -7,8 +7,8 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from command import run_command, vocabulary_size
-from tokenizer_flags import add_recorded_tokenizer
+from cli.command import run_command, vocabulary_size
+from cli.tokenizer_flags import add_recorded_tokenizer
 from torch import Tensor
 
 from megatron_zpp.checkpoint.hf.folder import HfFolder

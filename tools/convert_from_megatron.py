@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from command import count_from_0, run_command, vocabulary_size
-from tokenizer_flags import add_recorded_tokenizer
+from cli.command import count_from_0, run_command, vocabulary_size
+from cli.tokenizer_flags import add_recorded_tokenizer
 
 from megatron_zpp.checkpoint.megatron.arguments import flags_in_words, model_of
 from megatron_zpp.checkpoint.megatron.folder import find_iteration, read_source

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command, vocabulary_size
+from cli.command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command, vocabulary_size
 from torch import Tensor
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors

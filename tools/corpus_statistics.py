@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from command import run_command, vocabulary_size
+from cli.command import run_command, vocabulary_size
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, check_token_ids
 from megatron_zpp.data.split import split_documents

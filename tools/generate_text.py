@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 # First, so that Ctrl-C ends what follows in one line.
-from command import add_checkpoint_flags, count_from_0, count_from_1, run_command, text
+from cli.command import add_checkpoint_flags, count_from_0, count_from_1, run_command, text
 
 # isort: split
 

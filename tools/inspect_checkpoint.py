@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
 
-from command import add_checkpoint_flags, run_command
+from cli.command import add_checkpoint_flags, run_command
 
 from megatron_zpp.checkpoint.folders import LATEST_FILE, complete_iterations, leftovers, read_latest, saved_iterations
 from megatron_zpp.checkpoint.manifest import Manifest

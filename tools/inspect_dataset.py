@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-from command import count_from_0, count_from_1, run_command  # first, so that Ctrl-C ends what follows in one line
+from cli.command import count_from_0, count_from_1, run_command  # first, so that Ctrl-C ends what follows in one line
 
 # isort: split
 
 import numpy as np
-from tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from cli.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.indexed_dataset import CODES, INDEX_CHUNK_NUMEL, VERSION, IndexedDataset, check_token_ids, chunks_of

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from command import count_from_0, errors_in_words, number_within, parsed, rank_count
-from host_commands import LOCAL_NAMES, HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
-from host_processes import HostProcesses
-from hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, read_hostfile
+from cli.command import count_from_0, errors_in_words, number_within, parsed, rank_count
+from launching.host_commands import LOCAL_NAMES, HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
+from launching.host_processes import HostProcesses
+from launching.hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, read_hostfile
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.parallel.job_ids import JOB_VARIABLE

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from command import run_command
+from cli.command import run_command
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.data.indexed_dataset import IndexedDataset

@@ -20,8 +20,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from command import errors_in_words, parsed, parsed_with_flags_of_run, rank_count
-from plan_estimates import Estimate, Rate, Sizes, sizes_of
+from cli.command import errors_in_words, parsed, parsed_with_flags_of_run, rank_count
+from planning.estimates import Estimate, Rate, Sizes, sizes_of
 from tqdm import tqdm
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     configs, left_out = _configs(given, MEMBERS, world)
     runs = _runs(given, world, configs, padded)
     # These import torch, which takes seconds: mistakes in flags are found before.
-    from plan_tables import plan_as_json, plan_as_text
+    from planning.tables import plan_as_json, plan_as_text
 
     by_rate = dict(zip(options.inter_gigabits, map(_rate, _estimated(runs, world, padded, options)), strict=True))
     zero3 = next(estimate.plan for estimate in by_rate[options.inter_gigabits[0]].as_given if estimate.plan.member == ZERO_3)

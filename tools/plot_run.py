@@ -9,8 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from command import count_from_1, printable, run_command
-from run_history import AXES, Axis, RunHistory, read_histories
+from cli.command import count_from_1, printable, run_command
+from run_logs.history import AXES, Axis, RunHistory, read_histories
 
 from megatron_zpp.system.output_file import naming_file
 from megatron_zpp.system.user_error import UserError

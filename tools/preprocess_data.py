@@ -15,10 +15,10 @@ from functools import partial
 from itertools import accumulate
 from typing import NoReturn
 
-from command import add_line_limit, count_from_1, in_words, process_count, run_command
-from preprocess_progress import ProgressBar
-from tokenizer_flags import add_tokenizer_flags, tokenizer_config, tokenizer_identity
-from worker_count import find_worker_count
+from cli.command import add_line_limit, count_from_1, in_words, process_count, run_command
+from cli.tokenizer_flags import add_tokenizer_flags, tokenizer_config, tokenizer_identity
+from preprocessing.progress import ProgressBar
+from preprocessing.worker_count import find_worker_count
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.data.indexed_dataset import IndexedDataset, best_dtype

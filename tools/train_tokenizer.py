@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from command import add_line_limit, megabytes, run_command, vocabulary_size  # first, so that Ctrl-C ends what follows in one line
+from cli.command import add_line_limit, megabytes, run_command, vocabulary_size  # first, so that Ctrl-C ends what follows in one line
 
 # isort: split
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from braille import BLANK
-from command import printable, run_command
-from followed_run import FollowedRun
-from run_history import AXES, Axis, run_names
-from run_view import Screen, frame, silence, status
+from cli.command import printable, run_command
+from run_logs.braille import BLANK
+from run_logs.followed_run import FollowedRun
+from run_logs.history import AXES, Axis, run_names
+from run_logs.view import Screen, frame, silence, status
 
 CLEAR = "\x1b[H\x1b[2J"
 REFRESH_SECONDS = 2.0

@@ -17,7 +17,7 @@ from harness.pages import FENCED, Command, command_of, commands, text_of
 from harness.rank_pool import RankPool
 from harness.reader import ENTRY, SIZES, Reader
 from harness.small_gpt import LLAMA
-from plan_estimates import Sizes, sizes_of
+from planning.estimates import Sizes, sizes_of
 
 pytestmark = pytest.mark.gloo  # all of them: with one folder for the file, nothing is made twice
 README, CHECKPOINTS, DATA = "README.md", "docs/checkpoints.md", "docs/data.md"

@@ -193,7 +193,7 @@ def test_the_site_is_built_anew_and_a_warning_is_an_error(copied: tuple[FakeComm
     done = fakes.run("bash", "scripts/docs.sh", "--no-venv", folder=folder)
     assert done.returncode == 0 and "open site/index.html" in done.stdout, done.stderr
     pages, site = [call.words for call in fakes.calls("python")][-2:]
-    assert pages == ["docs/api_pages.py"]
+    assert pages == ["-m", "docs.api_pages"]
     assert site[:2] == ["-m", "sphinx"] and {"-E", "-W", "--nitpicky"} <= set(site)
     assert not list(folder.glob("site/*.html"))
 

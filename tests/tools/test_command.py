@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import command
 import pytest
 import train_tokenizer
+from cli import command
 from harness.interrupts import heed_interrupts
 from harness.places import ROOT
 from harness.tool import write_json_lines
@@ -163,7 +163,8 @@ def test_a_tool_without_standard_output_runs() -> None:
 
 def ended_process(body: str, output: int | None) -> subprocess.CompletedProcess[bytes]:
     """A tool of this body in a process of its own, with buffers. output: its standard output; None for none."""
-    program = f"def run(_):\n    {body}\nimport argparse, sys, command; command.run_command(argparse.ArgumentParser(prog='tool'), run)"
+    imports = "import argparse, sys; from cli import command"
+    program = f"def run(_):\n    {body}\n{imports}; command.run_command(argparse.ArgumentParser(prog='tool'), run)"
     words = [sys.executable, "-c", program]
     if output is None:
         words = ["bash", "-c", f"exec {shlex.join(words)} >&-"]

@@ -107,13 +107,21 @@ def test_a_wheel_holds_package_entry_tools_and_kernels_and_nothing_else(tmp_path
         "pretrain_zeropp_gpt.py",
         f"megatron_zpp-{__version__}.dist-info",
     }
-    assert {Path(name).name for name in names if name.startswith("megatron_zpp_tools/")} == {
-        path.name for path in (ROOT / "tools").glob("*.py")
+    assert {name.removeprefix("megatron_zpp_") for name in names if name.startswith("megatron_zpp_tools/")} == {
+        str(path.relative_to(ROOT)) for path in (ROOT / "tools").rglob("*.py")
     }
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_zpp").rglob("*.py")}
     assert package == {name for name in names if name.startswith("megatron_zpp/") and name.endswith(".py")}
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert "megatron_zpp/py.typed" in names
+
+
+@pytest.mark.parametrize("tool", ["launch", "plan_run", "preprocess_data", "watch_run"])
+def test_a_tool_of_a_wheel_finds_package_and_helpers(tmp_path: Path, tool: str) -> None:
+    wheel(tmp_path).extractall(tmp_path / "installed")
+    words = [sys.executable, str(tmp_path / "installed" / "megatron_zpp_tools" / f"{tool}.py"), "--help"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {tool}.py"), done.stderr
 
 
 def test_kernels_of_a_checkout_are_those_of_a_wheel(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from host_commands import exported_variables, read_variables
+from launching.host_commands import exported_variables, read_variables
 
 from megatron_zpp.system.user_error import UserError
 

@@ -16,9 +16,9 @@ from harness.interrupts import SLEEP
 from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.rank_pool import free_port
 from harness.tiny_runs import TINY
-from host_commands import Program, Rendezvous, host_commands
-from hostfile import Host
 from launch import visible_gpus
+from launching.host_commands import Program, Rendezvous, host_commands
+from launching.hostfile import Host
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hostfile import Host, check_same_slots, exclude, include, read_hostfile
 from hypothesis import given
 from hypothesis import strategies as st
+from launching.hostfile import Host, check_same_slots, exclude, include, read_hostfile
 
 from megatron_zpp.system.user_error import UserError
 

@@ -23,7 +23,7 @@ from harness.tool import run_tool, run_with_tools
 from harness.trained_tokenizers import write_gpt2_files
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_estimates import WORTHWHILE, Estimate, choices, recommended
+from planning.estimates import WORTHWHILE, Estimate, choices, recommended
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve

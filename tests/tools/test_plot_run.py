@@ -10,7 +10,7 @@ from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
 from plot_run import Look, draw, running_means
-from run_history import AXES, read_histories, read_history, run_names
+from run_logs.history import AXES, read_histories, read_history, run_names
 
 from megatron_zpp.system.user_error import UserError
 

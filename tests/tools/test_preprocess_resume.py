@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import preprocess_data
 import pytest
+from cli.tokenizer_flags import tokenizer_identity
 from harness.disk_events import disk_events
 from harness.interrupts import heed_interrupts
 from harness.patience import wait_until
@@ -24,7 +25,6 @@ from harness.places import ROOT
 from harness.processes import children_of, is_alive
 from harness.tool import write_json_lines
 from harness.trained_tokenizers import write_gpt2_files
-from tokenizer_flags import tokenizer_identity
 
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.indexed_dataset import IndexedDataset

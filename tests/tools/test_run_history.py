@@ -7,7 +7,7 @@ import pytest
 from harness.tool import write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
-from run_history import AXES, RunHistory, read_history
+from run_logs.history import AXES, RunHistory, read_history
 
 from megatron_zpp.system import outside
 from megatron_zpp.system.outside import Members, OutsideFile

@@ -9,17 +9,17 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from braille import BrailleCanvas
-from command import printable, run_command
-from followed_file import FollowedFile
-from followed_run import FollowedRun
+from cli.command import printable, run_command
 from harness.places import ROOT
 from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
-from loss_chart import LABEL_COLUMNS, loss_chart, outline
-from run_history import AXES, RunHistory
-from run_view import Screen, duration, frame, status
+from run_logs.braille import BrailleCanvas
+from run_logs.followed_file import FollowedFile
+from run_logs.followed_run import FollowedRun
+from run_logs.history import AXES, RunHistory
+from run_logs.loss_chart import LABEL_COLUMNS, loss_chart, outline
+from run_logs.view import Screen, duration, frame, status
 from watch_run import follow, screen_of
 
 from megatron_zpp.system.outside import Members, OutsideFile

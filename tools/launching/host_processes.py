@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from host_commands import HostCommand
+from launching.host_commands import HostCommand
 
 # The signal that torchrun gets for each signal. It does not handle SIGUSR1: it would end at once and leave its ranks running.
 FORWARDED = {

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
-from plan_estimates import REASONS, Estimate, Rate, Sizes, choices, fastest, recommended
-
 from megatron_zpp.config.counted import counted, in_gib
 from megatron_zpp.training.hardware import GIGABYTE
 from megatron_zpp.training.members import PlannedWorld
@@ -15,6 +13,7 @@ from megatron_zpp.training.memory_need import MemoryNeed
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, COPY, GATHERED, GRADIENTS, KEPT_INPUTS, OPTIMIZER, OTHER, PAYLOADS, WEIGHTS
 from megatron_zpp.training.plan_words import mfu, model_in_words, rounded, tokens_per_second, wrapped
 from megatron_zpp.training.run_plan import RunPlan
+from planning.estimates import REASONS, Estimate, Rate, Sizes, choices, fastest, recommended
 
 GIB, MIB = 2**30, 2**20
 FITS = {True: "yes", False: "no", None: "?"}

@@ -4,13 +4,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from braille import BLANK
-from command import printable
-from followed_run import FollowedRun
-from loss_chart import loss_chart
-from run_history import Axis
+from cli.command import printable
 
 from megatron_zpp.config.counted import counted
+from run_logs.braille import BLANK
+from run_logs.followed_run import FollowedRun
+from run_logs.history import Axis
+from run_logs.loss_chart import loss_chart
 
 COLOURS = ("36", "33", "35", "32", "34", "31")
 WARNING_COLOUR = "31"

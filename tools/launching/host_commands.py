@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hostfile import Host
-
+from launching.hostfile import Host
 from megatron_zpp.system.outside import OutsideFile
 from megatron_zpp.system.user_error import UserError
 

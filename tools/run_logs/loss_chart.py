@@ -5,8 +5,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 
-from braille import BrailleCanvas, Paint
-from run_history import Axis, RunHistory
+from run_logs.braille import BrailleCanvas, Paint
+from run_logs.history import Axis, RunHistory
 
 LABEL_COLUMNS = 13  # of the longest loss, such as -1.234e-100, and " |"
 VALIDATION_MARK = "o"

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from followed_file import FollowedFile
-from run_history import REMEDY, RunHistory
-
 from megatron_zpp.system.outside import OutsideFile
+from run_logs.followed_file import FollowedFile
+from run_logs.history import REMEDY, RunHistory
 
 SILENT_INTERVALS = 5
 SHORTEST_SILENCE_SECONDS = 60.0

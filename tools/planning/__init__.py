@@ -1,0 +1,1 @@
+"""What tools/plan_run.py computes and prints."""

@@ -1,0 +1,1 @@
+"""What tools/preprocess_data.py shows, and how many workers it takes."""
