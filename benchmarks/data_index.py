@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.report import report
+from benchmarks.report import ROOT, report
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data import index_builders
 from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
@@ -88,7 +88,7 @@ def median_of(args: argparse.Namespace, measure: str, builder: str) -> dict[str,
     """Medians over rounds, each measured in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.data_index", "--measure", measure, "--builder", builder, "--folder", str(args.folder)]
     command += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("documents", "tokens", "seq-length", "sources")]
-    found = [json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(args.rounds)]
+    found = [json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout) for _ in range(args.rounds)]
     names = ("seconds", "cpu_seconds", "peak_megabytes")
     return {"measure": measure, "builder": builder, **{name: statistics.median(figures[name] for figures in found) for name in names}}
 

@@ -29,10 +29,9 @@ from benchmarks.loss_study.report import draw, table
 from benchmarks.loss_study.settings import GROUPS, plain_of
 from benchmarks.loss_study.text import Text, stored_text
 from benchmarks.loss_study.training import HELD_OUT_SAMPLES, MODELS, SEQ_LENGTH, common_flags, trained
-from benchmarks.report import machine_text, origin
+from benchmarks.report import ROOT, machine_text, origin
 from megatron_zpp.ops import extension
 
-ROOT = Path(__file__).resolve().parents[1]
 MISTAKE_EXIT_CODE = 2
 MOST_MEGABYTES = 1000  # more than the standard library has
 OUTPUTS = {"narrow": "benchmarks/results/loss_parity.json", "wide": "benchmarks/results/loss_parity_wide.json"}

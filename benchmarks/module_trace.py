@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.report import origin
+from benchmarks.report import ROOT, origin
 from benchmarks.step_trace import Step, step_of
 from examples.shard_your_own_module import ViT, global_batch
 from megatron_zpp import leave_world, shard
@@ -43,7 +43,8 @@ def main() -> None:
         world = {"WORLD_SIZE": NODES * RANKS_PER_NODE, "LOCAL_WORLD_SIZE": RANKS_PER_NODE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
         command = [sys.executable, "-m", "benchmarks.module_trace", "--output", str(part)]
         places = [{**world, "RANK": rank, "LOCAL_RANK": rank % RANKS_PER_NODE} for rank in range(NODES * RANKS_PER_NODE)]
-        ranks = [subprocess.Popen(command, env={**os.environ, **{name: str(value) for name, value in place.items()}}) for place in places]
+        environments = [{**os.environ, **{name: str(value) for name, value in place.items()}} for place in places]
+        ranks = [subprocess.Popen(command, cwd=ROOT, env=environment) for environment in environments]
         if any([rank.wait() for rank in ranks]):
             sys.exit("module_trace.py: a rank failed, as it says above")
         step = json.loads(part.read_text(encoding="utf-8"))

@@ -28,12 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import report
+from benchmarks.report import ROOT, report
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-
-ROOT = Path(__file__).resolve().parents[1]
 
 SENTENCEPIECE_VOCAB_SIZE = 16000
 GPT2_VOCAB_SIZE = 32000

@@ -13,10 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.report import report
+from benchmarks.report import ROOT, report
 from megatron_zpp.system.outside import OutsideFile
 
-ROOT = Path(__file__).resolve().parents[1]
 COMPARED = {"ZeRO-3": "compared_plain.jsonl", "ZeRO++": "compared_zeropp.jsonl", "lean": "compared_lean.jsonl"}
 REMEDY = "run bash scripts/quickstart.sh --fresh."
 

@@ -19,13 +19,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import origin
+from benchmarks.report import ROOT, origin
 from benchmarks.slow_links.configurations import ALL, DEFAULT_MODEL, LEAN, ZERO3
 from testbed.network import INTERFACE, Network
 from testbed.rates import Rate
 from testbed.sandbox import CannotIsolate, enter_own_network
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "step_trace.json"
 NODES, RANKS_PER_NODE, PORT = 2, 2, 29500
 MEMBERS = {ZERO3: "--zero-stage 3", ALL: "--zeropp paper", LEAN: "--zeropp lean"}

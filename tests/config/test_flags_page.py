@@ -21,4 +21,4 @@ def test_page_has_a_row_for_every_flag():
 
 def test_every_table_is_rectangular():
     widths = [line.count(" | ") for line in flags_page().splitlines() if line.startswith("| ")]
-    assert set(widths) == {5, 1}
+    assert set(widths) == {2, 1}

@@ -72,7 +72,7 @@ def test_the_tools_of_the_checkpoints_page_read_what_readmes_training_has_saved(
 
 
 def test_the_files_of_a_checkpoint_are_those_of_the_page(trained: Reader) -> None:
-    listed = re.search(r"^```\n(DIR/latest.*?)^```", text_of(CHECKPOINTS), re.MULTILINE | re.DOTALL)
+    listed = re.search(r"^```text\n(DIR/latest.*?)^```", text_of(CHECKPOINTS), re.MULTILINE | re.DOTALL)
     assert listed is not None
     saved = {path.name for path in (trained.folder / "my_checkpoints" / "iter_0000002").iterdir()}
     assert set(re.findall(r"^    (\S+)", listed[1], re.MULTILINE)) == saved
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_megatron_is_imported_as_the_page_says(reader: Reader) -
     shutil.rmtree(release, ignore_errors=True)  # of another page, whose commands are no continuation
     dry, real = (command for command in commands() if command.page == IMPORTING and "tools/convert_from_megatron.py" in command.words)
     printed = reader.run(dry)
-    (line,) = (block for language, block in FENCED.findall(text_of(IMPORTING)) if not language)
+    (line,) = (block for language, block in FENCED.findall(text_of(IMPORTING)) if language == "text")
     assert re.search(re.escape(line.strip()).replace(re.escape("..."), r"\S+"), printed), printed
     assert not release.exists()
     reader.run(real)

@@ -13,7 +13,7 @@ from harness.tiny_runs import TINY
 PAGE = (ROOT / "docs" / "one_step.md").read_text(encoding="utf-8")
 STEP = PAGE.split("## The step\n")[1].split("\n## ")[0]
 TABLE = {file: int(lines) for file, lines in re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", STEP, re.MULTILINE)}
-BLOCKS = re.findall(r"```\n(.*?)```", STEP, re.DOTALL)
+BLOCKS = re.findall(r"```text\n(.*?)```", STEP, re.DOTALL)
 WALK = STEP[STEP.index("```") :]
 CORE = ("zero", "comm", "parallel")
 ZEROPP = "--zero-stage 3 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2"

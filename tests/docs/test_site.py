@@ -6,6 +6,7 @@ import re
 from functools import cache
 
 import pytest
+from harness.pages import FENCED
 from harness.places import ROOT
 
 from docs.website.navigation import INDEX, OUTSIDE, groups, links, pages, text_of
@@ -31,6 +32,11 @@ def test_every_link_leads_to_a_file_every_anchor_to_a_heading_and_every_picture_
         assert not link.anchor or link.anchor in anchors(link.path), link
     for path in re.findall(r'(?:src|srcset)="([^"]+)"|!\[[^\]]*\]\(([^)]+)\)', text_of(page)):
         assert (ROOT / page).parent.joinpath("".join(path)).is_file(), path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_block_says_what_it_is_because_the_site_wraps_all_but_drawings(page: str) -> None:
+    assert [block for language, block in FENCED.findall(text_of(page)) if not language] == []
 
 
 def test_a_document_has_one_title_at_its_top() -> None:

@@ -12,7 +12,7 @@ from harness.example_runs import output_of_example
 from harness.places import ROOT
 
 PAGE = (ROOT / "docs" / "worked_example.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```text\n(.*?)\n```", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```text\n(\S.*?)\n```", PAGE, re.MULTILINE | re.DOTALL)
 TEXT = re.sub(r"^```.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL).replace("\n", " ")
 EQUATIONS = re.findall(r"(?<![\w.])(\(?-?\d[\d.x/+() -]*?) = (-?\d+(?:\.\d+)?(?:/\d+)?)", TEXT)
 FP32, BF16 = 24, 8  # bits of a significand
