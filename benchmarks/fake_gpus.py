@@ -11,11 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from benchmarks.fake_gpu.libraries import fake_gpus
-
-FOLDER = Path(__file__).resolve().parent
 
 
 def main() -> None:

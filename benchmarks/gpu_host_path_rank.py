@@ -1,6 +1,6 @@
 """One rank of benchmarks/gpu_host_path.py: trains on a fake GPU, and writes its memory and what a step asks of the GPU.
 
-python -m gpu_host_path_rank FILE RANKS_PER_NODE MICROBATCHES FLAGS...
+Its words are FILE RANKS_PER_NODE MICROBATCHES FLAGS...
 """
 
 from __future__ import annotations

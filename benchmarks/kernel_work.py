@@ -23,8 +23,6 @@ from benchmarks.report import report
 from testbed.kernels.device_code import nvcc_version, work_on_ptx
 from testbed.kernels.device_work import Work
 
-FOLDER = Path(__file__).resolve().parent
-
 SLICES, RUN_NUMEL, BLOCK_NUMEL = 2, 32768, 256
 
 

@@ -22,8 +22,6 @@ from benchmarks.gpu.files import read_json
 from benchmarks.gpu.rank_processes import ONE_GPU_EACH, Ended, run_ranks
 from benchmarks.report import report
 
-FOLDER = Path(__file__).resolve().parent
-
 MIB = 2**20
 MODEL = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --vocab-size 512 --mock-data --train-iters 10 --attention-dropout 0 "

@@ -1,6 +1,6 @@
 """One rank of benchmarks/long_sequences.py: trains on samples that all ranks divide, and writes its losses and its peak of memory.
 
-python -m long_sequences_rank FILE STEPS LIMIT FLAGS...     LIMIT: bytes beyond those that it has before its model is built; 0 for none
+Its words are FILE STEPS LIMIT FLAGS... LIMIT: bytes beyond those that it has before its model is built; 0 for none.
 """
 
 from __future__ import annotations

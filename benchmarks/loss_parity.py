@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
     try:
         return _run(args, arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, subprocess.CalledProcessError) as error:
         print(f"loss_parity.py: error: {error}", file=sys.stderr)
         return MISTAKE_EXIT_CODE
 
@@ -79,7 +79,7 @@ def _text(work_dir: Path) -> Text:
 def _sources(corpus: Path) -> Iterator[str]:
     """Every source file of the standard library."""
     words = [str(ROOT / "tools" / "collect_corpus.py"), "--output", str(corpus), "--max-megabytes", str(MOST_MEGABYTES)]
-    subprocess.run([sys.executable, *words], check=True)
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
     with open(corpus, encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)["text"]

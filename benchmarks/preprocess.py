@@ -119,7 +119,8 @@ def train_tokenizers(folder: Path) -> list[Kind]:
     part, prefix = folder / "training.jsonl", folder / "sp"
     part.write_text("".join(lines), encoding="utf-8")
     flags = ["--input", str(part), "--model-prefix", str(prefix), "--vocab-size", str(SENTENCEPIECE_VOCAB_SIZE)]
-    subprocess.run([sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), *flags], check=True, capture_output=True)
+    flags += ["--max-megabytes", str(1 + part.stat().st_size / 1e6)]  # all of it
+    subprocess.run([sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), *flags], check=True, stdout=subprocess.DEVNULL)
     texts = [json.loads(line)["text"] for line in lines]
     gpt2 = ByteLevelBPETokenizer()
     gpt2.train_from_iterator(texts, vocab_size=GPT2_VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False)

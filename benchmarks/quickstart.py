@@ -59,7 +59,10 @@ def figures_of(folder: Path) -> dict[str, Any]:
 
 
 def run_of(path: Path) -> dict[str, Any]:
-    """The curves of one run, the bytes of its last step, and the median time of its lines but the first. path: of --log-jsonl."""
+    """The curves of one run, the bytes of its last step, and the median time of its lines but the first.
+
+    path: of --log-jsonl, of a run that repeats no step.
+    """
     file = _file(path)
     records = [file.members(line) for line in file.content().splitlines()]
     lines = [record for record in records if "lm_loss" in record]

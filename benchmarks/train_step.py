@@ -29,8 +29,6 @@ from benchmarks.slow_links.configurations import DEEPSPEEDS, PEERS, SMOKE_MODEL,
 from benchmarks.slow_links.peers import peers_named
 from benchmarks.slow_links.ranks import Ranks
 
-FOLDER = Path(__file__).resolve().parent
-
 DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 6144"
 SHARED_SMOKE_MODEL = "--num-layers 1 --hidden-size 128 --num-attention-heads 8 --seq-length 16 --vocab-size 1024"
 SECONDS_PER_ANSWER = 600.0

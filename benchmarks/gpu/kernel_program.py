@@ -1,7 +1,7 @@
 """Calls every kernel of the library on a GPU.
 
-    python kernel_program.py sanitizer
-    python kernel_program.py counters SECONDS
+    python -m benchmarks.gpu.kernel_program sanitizer
+    python -m benchmarks.gpu.kernel_program counters SECONDS
 
 The first makes few launches, for compute-sanitizer; the second profiles one launch of each call that is timed, for ncu.
 """
@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.deadline import Deadline
 from megatron_zpp.ops import extension
 from testbed.kernels.timed_ops import Op, timed_ops
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = ("-m", "benchmarks.gpu.kernel_program")  # the words after python
 SLICES, BLOCK_NUMEL, RUN_NUMEL = 4, 256, 8 * 2**20  # 64 MB of bf16 in all

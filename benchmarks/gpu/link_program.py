@@ -1,6 +1,6 @@
 """A rank that measures the collectives of its lanes, and a training step with the stalls of computation; rank 0 writes what it finds.
 
-    python -m gpu.link_program FILE FLAGS...
+    python -m benchmarks.gpu.link_program FILE FLAGS...
 
 FLAGS are those of the training script.
 """

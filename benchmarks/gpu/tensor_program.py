@@ -1,6 +1,6 @@
 """A rank that adds up values over its tensor link; rank 0 writes what it finds.
 
-python -m gpu.tensor_program FILE
+python -m benchmarks.gpu.tensor_program FILE
 """
 
 from __future__ import annotations

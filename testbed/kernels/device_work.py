@@ -1,6 +1,10 @@
 """Instructions and sectors of memory of every timed call, on the machine that runs what nvcc makes of the kernels.
 
-As a program: `device_work.py SYMBOLS LIBRARY SLICES RUN_NUMEL BLOCK_NUMEL` prints a JSON list of Work. SYMBOLS: as for launches.py.
+As a program, it prints a JSON list of Work:
+
+    python -m testbed.kernels.device_work SYMBOLS LIBRARY SLICES RUN_NUMEL BLOCK_NUMEL
+
+SYMBOLS: as for launches.py.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ class Work:
 
 
 def work(launches: Launches, slices: int, row_numel: int, block_numel: int) -> Iterator[Work]:
-    """Of every call of benchmarks/gpu/timed_ops.py. Torch's own kernels are left out."""
+    """Of every call of timed_ops.py. Torch's own kernels are left out."""
     for codes, name, make in timed_ops(slices, row_numel, block_numel, "cpu"):
         if "torch" in name:
             continue

@@ -45,9 +45,11 @@ def test_a_file_of_results_has_command_machine_versions_and_date(path: Path) -> 
 def test_the_command_of_a_file_of_results_runs_a_program_with_flags_that_it_knows(path: Path) -> None:
     assert commands_of(read(path))
     for command in commands_of(read(path)):
-        python, program, *arguments = shlex.split(command)
-        known = FLAG.findall((ROOT / program).read_text(encoding="utf-8"))
-        assert python == "python" and {word for word in arguments if word.startswith("--") and " " not in word} <= set(known)
+        python, option, module, *arguments = shlex.split(command)
+        known = FLAG.findall((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        assert (python, option) == ("python", "-m") and {word for word in arguments if word.startswith("--") and " " not in word} <= set(
+            known
+        )
 
 
 def test_a_program_writes_the_origin_that_files_of_results_must_have() -> None:

@@ -1,6 +1,6 @@
 """A run on two nodes whose link is cut in mid-step, then the same command again; a program for test_link_fault.
 
-    PYTHONPATH=.:benchmarks:tests python tests/harness/cut_link.py FOLDER
+    PYTHONPATH=tests python -m harness.cut_link FOLDER
 
 Prints JSON: exit codes and last words of every rank of both runs, and the seconds from the cut to the end of the last rank.
 """

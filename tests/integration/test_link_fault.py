@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.places import HARNESS, importing
+from harness.places import importing
 
 from testbed.sandbox import CannotIsolate, isolating_command
 
@@ -24,7 +24,7 @@ def test_a_cut_link_ends_every_rank_in_time_and_the_same_command_goes_on(tmp_pat
         pytest.skip(str(error))
     environment = importing(os.environ)
     finished = subprocess.run(
-        [sys.executable, str(HARNESS / "cut_link.py"), str(tmp_path)],
+        [sys.executable, "-m", "harness.cut_link", str(tmp_path)],
         env=environment,
         capture_output=True,
         text=True,

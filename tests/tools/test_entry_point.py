@@ -117,8 +117,11 @@ def test_a_wheel_holds_package_entry_tools_and_kernels_and_nothing_else(tmp_path
 
 
 @pytest.mark.parametrize("tool", ["launch", "plan_run", "preprocess_data", "watch_run"])
-def test_a_tool_of_a_wheel_finds_package_and_helpers(tmp_path: Path, tool: str) -> None:
+def test_a_tool_of_a_wheel_finds_package_and_helpers_beside_packages_of_the_same_names(tmp_path: Path, tool: str) -> None:
     wheel(tmp_path).extractall(tmp_path / "installed")
+    for helpers in (path for path in (ROOT / "tools").iterdir() if (path / "__init__.py").exists()):
+        (tmp_path / "installed" / helpers.name).mkdir()
+        (tmp_path / "installed" / helpers.name / "__init__.py").touch()
     words = [sys.executable, str(tmp_path / "installed" / "megatron_zpp_tools" / f"{tool}.py"), "--help"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.startswith(f"usage: {tool}.py"), done.stderr

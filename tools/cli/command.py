@@ -1,4 +1,4 @@
-"""Runs the tools of this folder. A user's mistake prints one line and ends with exit code 2."""
+"""Runs the tools of the folder above. A user's mistake prints one line and ends with exit code 2."""
 
 import argparse
 import errno
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from megatron_zpp.config.cli import nearest_flag
 from megatron_zpp.config.flag import LARGEST_COUNT, LARGEST_PROCESSES, LARGEST_VOCABULARY, LARGEST_WORLD, whole_number
