@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,7 @@ def _become(words: list[str], environment: dict[str, str], folder: str, output: 
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # see interrupts.py; Python has started, so this is what it would have set
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
