@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     results = _results(rounds, memory, share.nbytes)
     setting = {"threads": options.threads}
     figures = {"state_bytes": share.nbytes, "results": results, "rounds": [vars(one) for one in rounds]}
-    report("checkpoint.py", arguments, setting, table(results, share.nbytes), figures, options.output)
+    report("checkpoint", arguments, setting, table(results, share.nbytes), figures, options.output)
     return 0
 
 

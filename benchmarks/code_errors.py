@@ -167,7 +167,7 @@ def main(arguments: list[str]) -> None:
     }
     setting = {"draws": options.draws, "blocks": options.blocks, "senders": SENDERS}
     others = "\n".join(f"{name}: {found}" for name, found in figures.items() if name != "errors")
-    report("code_errors.py", arguments, setting, f"{table(errors)}\n\n{others}", figures, options.output)
+    report("code_errors", arguments, setting, f"{table(errors)}\n\n{others}", figures, options.output)
 
 
 def _parser() -> argparse.ArgumentParser:

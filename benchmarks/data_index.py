@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         write_corpus(args.folder / "corpus", lengths_of(args))
         figures = [median_of(args, measure, builder) for measure, builder in rows()]
     setting = {name: getattr(args, name) for name in ("documents", "tokens", "seq_length", "sources", "rounds")}
-    report("data_index.py", arguments, {"numpy": np.__version__, **setting}, table(args, figures), {"figures": figures}, args.output)
+    report("data_index", arguments, {"numpy": np.__version__, **setting}, table(args, figures), {"figures": figures}, args.output)
     return 0
 
 

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         return 1
     results = [_measure(block, shape, dtype, options.rounds) for block, shape in SHAPES.items() for dtype in DTYPES]
     setting = {"threads": options.threads}
-    report("dropout.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("dropout", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 

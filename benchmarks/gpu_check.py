@@ -25,8 +25,7 @@ from benchmarks.gpu.rank_processes import FOUND_VARIABLE
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.texts import printed
 from benchmarks.gpu.version import commit, source_digest
-
-FOLDER = Path(__file__).resolve().parent
+from benchmarks.report import ROOT
 
 DEFAULT_LIMIT_SECONDS = 470.0
 APEX_VARIABLE = "GPU_CHECK_APEX_SOURCES"
@@ -79,7 +78,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="for all parts together (default: %(default).0f); with more, each part may take longer, too",
     )
     parser.add_argument(
-        "--output", type=Path, default=FOLDER / "results" / "gpu_check", help="folder of the results (default: %(default)s)"
+        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_check", help="folder of the results (default: %(default)s)"
     )
     parser.add_argument("--apex-sources", type=Path, metavar="FOLDER", help="a checkout of NVIDIA Apex, which is built and tried then")
     parser.add_argument("--run-part", choices=names, help=argparse.SUPPRESS)

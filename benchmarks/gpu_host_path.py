@@ -26,9 +26,7 @@ from benchmarks.fake_gpu.libraries import fake_gpus
 from benchmarks.gpu.deadline import Deadline
 from benchmarks.gpu.files import read_json
 from benchmarks.gpu.rank_processes import ONE_GPU_EACH, in_words, run_ranks
-from benchmarks.report import report
-
-FOLDER = Path(__file__).resolve().parent
+from benchmarks.report import ROOT, report
 
 GIB = 2**30
 COMMON = "--bf16 --mock-data --train-iters 100 --attention-dropout 0 --hidden-dropout 0 --attention-backend flash --vocab-size 50257"
@@ -121,13 +119,13 @@ def main() -> None:
         "model": {"common": COMMON, "1.0 billion parameters": LARGE, "6.9 billion parameters": LLAMA, "others": MEDIUM},
         "gpu": f"fake, of capability {CAPABILITY}, {GIBIBYTES} GiB, CUDA {torch.version.cuda}",
     }
-    report("gpu_host_path.py", sys.argv[1:], about, text, {"measured": [asdict(one) for one in measured]}, options.output)
+    report("gpu_host_path", sys.argv[1:], about, text, {"measured": [asdict(one) for one in measured]}, options.output)
 
 
 def build_kernels() -> None:
     """Builds the kernels for a fake GPU, unless they are built. Raises ValueError if that fails."""
     environment = {**os.environ, **fake_gpus(1, GIBIBYTES, CAPABILITY)}
-    ended = subprocess.run([sys.executable, "-m", "megatron_zpp.ops.extension"], cwd=FOLDER.parent, env=environment, check=False)
+    ended = subprocess.run([sys.executable, "-m", "megatron_zpp.ops.extension"], cwd=ROOT, env=environment, check=False)
     if ended.returncode != 0:
         raise ValueError("the kernels cannot be built; see the messages above.")
 

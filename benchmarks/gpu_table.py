@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 from dataclasses import asdict
@@ -23,14 +22,12 @@ from benchmarks.gpu import script
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.script import GIB, Speed
 from benchmarks.gpu.training import MICROBATCHES, VARIANTS
-from benchmarks.report import write
+from benchmarks.report import ROOT, command_of, write
 from testbed.kernels.device_work import Work
-
-FOLDER = Path(__file__).resolve().parent
 
 COMMANDS = "1", "2", "3", "4"  # of gpu_half_hour.sh
 MEGABYTES = 64  # of the values of the kernels that are kept
-COUNTED = FOLDER / "results" / "kernel_work.json"
+COUNTED = ROOT / "benchmarks" / "results" / "kernel_work.json"
 DEFAULTS = "defaults"
 
 
@@ -42,7 +39,7 @@ def main() -> None:
     found = kept([json.loads((args.folder / name / "gpu_check.json").read_text(encoding="utf-8")) for name in COMMANDS])
     print("\n\n".join((run_table(found), variant_table(found), kernel_table(found))))
     if args.output is not None:
-        command = shlex.join(["python", "-m", "benchmarks.gpu_table", *sys.argv[1:]])
+        command = command_of("gpu_table", sys.argv[1:])
         write(args.output, {"command": command, **found})
 
 

@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     results = [result for case in _cases(options) for result in _measure(*case, options)]
     setting = {"threads": 1, "tokens": options.tokens, "hidden size": options.hidden_size}
-    report("head_loss.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("head_loss", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     results = measure(session.engine, options.rounds)
     session.close()
     setting = {"threads": options.threads, "units": len(session.engine.units)}
-    report("host_adam.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("host_adam", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 

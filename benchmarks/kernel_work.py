@@ -35,7 +35,7 @@ def main() -> None:
     calls = work_on_ptx(SLICES, RUN_NUMEL, BLOCK_NUMEL)
     release = re.search(r"release (\d+\.\d+)", nvcc_version())
     setting = {"nvcc": release[1] if release else nvcc_version(), "slices": SLICES, "row_numel": RUN_NUMEL, "block_numel": BLOCK_NUMEL}
-    report("kernel_work.py", sys.argv[1:], setting, table(calls), {"calls": [asdict(call) for call in calls]}, args.output)
+    report("kernel_work", sys.argv[1:], setting, table(calls), {"calls": [asdict(call) for call in calls]}, args.output)
 
 
 def table(calls: Iterable[Work]) -> str:

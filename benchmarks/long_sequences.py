@@ -67,7 +67,7 @@ def main() -> None:
     limited = limited_runs(options.limited_tokens, options.limited_ranks, options.limit_mib * MIB)
     text = "\n".join([*table(measured), "", about(limited)])
     report(
-        "long_sequences.py",
+        "long_sequences",
         sys.argv[1:],
         {"model": MODEL},
         text,

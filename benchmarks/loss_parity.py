@@ -18,6 +18,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
 def _run(args: argparse.Namespace, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     extension.load()
-    made = origin("loss_parity.py", arguments)
+    made = origin("loss_parity", arguments)
     print(f"{extension.report()} {machine_text(made)}", flush=True)
     text = _text(Path(args.work_dir))
     output = Path(args.output or OUTPUTS[args.model]).resolve()
@@ -73,16 +74,18 @@ def _run(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _text(work_dir: Path) -> Text:
-    return Text(stored_text(work_dir / "text.bin", _sources(work_dir / "corpus.jsonl")), SEQ_LENGTH, HELD_OUT_SAMPLES)
+    return Text(stored_text(work_dir / "text.bin", _sources()), SEQ_LENGTH, HELD_OUT_SAMPLES)
 
 
-def _sources(corpus: Path) -> Iterator[str]:
+def _sources() -> Iterator[str]:
     """Every source file of the standard library."""
-    words = [str(ROOT / "tools" / "collect_corpus.py"), "--output", str(corpus), "--max-megabytes", str(MOST_MEGABYTES)]
-    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
-    with open(corpus, encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["text"]
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus.jsonl"
+        words = [str(ROOT / "tools" / "collect_corpus.py"), "--output", str(corpus), "--max-megabytes", str(MOST_MEGABYTES)]
+        subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+        with open(corpus, encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)["text"]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,7 +48,7 @@ def main() -> None:
         if any([rank.wait() for rank in ranks]):
             sys.exit("module_trace.py: a rank failed, as it says above")
         step = json.loads(part.read_text(encoding="utf-8"))
-    options.output.write_text(json.dumps({**origin("module_trace.py", sys.argv[1:]), "step": step}) + "\n", encoding="utf-8")
+    options.output.write_text(json.dumps({**origin("module_trace", sys.argv[1:]), "step": step}) + "\n", encoding="utf-8")
     print(options.output, round(step["milliseconds"]), "ms")
 
 

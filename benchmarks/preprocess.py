@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
     setting = {"workers": args.workers}
     tables = "\n\n".join(table for table in (speed_table(results), memory_table(memory)) if table)
     figures = {"speed": [{**vars(result), "rates": {way: result.rate(way) for way in WAYS}} for result in results], "memory": memory}
-    report("preprocess.py", argv, setting, tables, figures, args.output)
+    report("preprocess", argv, setting, tables, figures, args.output)
 
 
 def write_texts(folders: Sequence[str], path: Path, most_bytes: int) -> None:

@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
         return 1
     results = [result for megabytes in options.megabytes for result in _measure_size(megabytes, options)]
     setting = {"threads": options.threads}
-    report("quantization.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("quantization", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         parser.exit(2, f"quickstart.py: error: {error}\n")
     setting = {"measured": "bash scripts/quickstart.sh --fresh", "other_load": args.other_load or "none"}
-    report("quickstart.py", arguments, setting, table(figures), figures, args.output)
+    report("quickstart", arguments, setting, table(figures), figures, args.output)
     return 0
 
 

@@ -26,11 +26,16 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def origin(program: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """How results are made: command, machine, versions and date. program: below benchmarks/."""
+def command_of(module: str, arguments: Sequence[str]) -> str:
+    """How a module of benchmarks/ is run from the root of the checkout."""
+    return shlex.join(["python", "-m", f"benchmarks.{module}", *arguments])
+
+
+def origin(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """How results of a module of benchmarks/ are made: command, machine, versions and date."""
     package = re.search(r'^__version__ = "(.+)"$', (ROOT / "megatron_zpp" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        "command": shlex.join(["python", "-m", f"benchmarks.{program.removesuffix('.py')}", *arguments]),
+        "command": command_of(module, arguments),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "memory_gib": _memory_gib()},
         "versions": {"python": platform.python_version(), "torch": version("torch"), "megatron_zpp": package[1] if package else "unknown"},
         "date": date.today().isoformat(),
@@ -64,10 +69,10 @@ def in_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 
 
 
 def report(
-    program: str, arguments: Sequence[str], setting: Mapping[str, object], table: str, figures: Mapping[str, object], output: Path | None
+    module: str, arguments: Sequence[str], setting: Mapping[str, object], table: str, figures: Mapping[str, object], output: Path | None
 ) -> None:
     """Prints origin, setting and the table; writes origin, setting and figures to `output`, if given."""
-    made = origin(program, arguments)
+    made = origin(module, arguments)
     print(f"{', '.join([machine_text(made), *(f'{name} {value}' for name, value in setting.items())])}; `{made['command']}`\n\n{table}")
     if output is not None:
         write(output, {**made, **setting, **figures})

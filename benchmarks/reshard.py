@@ -280,7 +280,7 @@ def main(arguments: list[str]) -> int:
         checkpoints.append(figures)
         loads += [measured_load(manifest, saved, loaded, rank, options.rounds) for loaded in readers for rank in (0, RANKS // 2, RANKS - 1)]
     members = {"checkpoints": [vars(one) for one in checkpoints], "loads": [vars(one) for one in loads]}
-    report("reshard.py", arguments, {}, f"{checkpoint_table(checkpoints)}\n\n{load_table(loads)}", members, options.output)
+    report("reshard", arguments, {}, f"{checkpoint_table(checkpoints)}\n\n{load_table(loads)}", members, options.output)
     return 0
 
 

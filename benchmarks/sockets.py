@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args(arguments)
     results = measure(options.rounds)
-    report("sockets.py", arguments, {"ranks": RANKS}, table(results), {"results": [asdict(one) for one in results]}, options.output)
+    report("sockets", arguments, {"ranks": RANKS}, table(results), {"results": [asdict(one) for one in results]}, options.output)
     return 0
 
 

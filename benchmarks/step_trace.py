@@ -58,7 +58,7 @@ def main() -> None:
     network = Network(NODES)
     network.hold(Rate.parse(options.rate))
     steps = {name: asdict(traced(network, f"{DEFAULT_MODEL} {TRAINING} {flags}".split())) for name, flags in MEMBERS.items()}
-    made = {**origin("step_trace.py", sys.argv[1:]), "model": DEFAULT_MODEL, "rate": options.rate}
+    made = {**origin("step_trace", sys.argv[1:]), "model": DEFAULT_MODEL, "rate": options.rate}
     options.output.write_text(json.dumps({**made, "steps": steps}) + "\n", encoding="utf-8")
     print(options.output, {name: round(step["milliseconds"]) for name, step in steps.items()})
 

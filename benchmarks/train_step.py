@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> int:
     }
     if any(result.name in DEEPSPEEDS for result in results):
         setting["deepspeed"] = machine["deepspeed"]
-    report("train_step.py", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
+    report("train_step", arguments, setting, table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 

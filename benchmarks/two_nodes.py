@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.report import origin
+from benchmarks.report import ROOT, origin
 from benchmarks.slow_links.analysis import analyse
 from benchmarks.slow_links.chart import draw
 from benchmarks.slow_links.configurations import DEFAULT_MODEL, OURS, PEERS, SMOKE_MODEL, Workload
@@ -31,8 +31,6 @@ from benchmarks.slow_links.report import markdown
 from benchmarks.slow_links.session import Session
 from testbed.rates import Rate
 from testbed.sandbox import CannotIsolate, enter_own_network
-
-FOLDER = Path(__file__).resolve().parent
 
 SMOKE = {"model": SMOKE_MODEL, "rate": ["unlimited", "200mbit"], "rounds": 1, "seconds": 0.5}
 MISTAKE_EXIT_CODE = 2
@@ -70,7 +68,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 def _measure(workload: Workload, plan: Plan, record: Record, arguments: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    record.made_by(origin("two_nodes.py", arguments))
+    record.made_by(origin("two_nodes", arguments))
     session = Session(workload, plan.names)
     try:
         record.note("deepspeed", session.machine["deepspeed"])
@@ -137,7 +135,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is too small")
     if options.output is None:
         # Not the folder of stored results: rounds of this machine would be added to those of another.
-        folder = FOLDER.parent / "runs" / ("smoke" if options.smoke else "")
+        folder = ROOT / "runs" / ("smoke" if options.smoke else "")
         accumulation = f"_k{options.gradient_accumulation}" if options.gradient_accumulation > 1 else ""
         peers = "" if options.peers == ["fsdp2"] else "_deepspeed"
         options.output = folder / f"two_nodes_{options.nodes}x{options.ranks_per_node}{accumulation}{peers}"

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.commands import ROOT, python
+from benchmarks.gpu.commands import python
 from benchmarks.gpu.deadline import Deadline
 from benchmarks.gpu.library import check_loads
 from benchmarks.gpu.outcome import Outcome
+from benchmarks.report import ROOT
 
 AT_ONCE = 8
 TOO_OLD = "7.0 7.5"

@@ -9,12 +9,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.gpu.deadline import Deadline
 from benchmarks.gpu.outcome import NotDone
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.report import ROOT
 
 
 @dataclass(frozen=True)

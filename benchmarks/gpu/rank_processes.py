@@ -14,8 +14,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.gpu.commands import ROOT
 from benchmarks.gpu.deadline import Deadline
+from benchmarks.report import ROOT
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # for the other ranks to print their errors

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.commands import ROOT
 from benchmarks.gpu.deadline import Deadline
 from benchmarks.gpu.device_errors import attempt
 from benchmarks.gpu.outcome import Outcome
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.rank_processes import ONE_GPU_EACH, in_words, ran_out_of_time, run_ranks
 from benchmarks.gpu.sharing import working_sharing
+from benchmarks.report import ROOT
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.host_threads import own_cores

@@ -6,7 +6,8 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.report import ROOT
+
 SOURCES = ("megatron_zpp", "csrc", "testbed", "benchmarks/gpu", "pretrain_zeropp_gpt.py")
 SUFFIXES = (".py", ".cpp", ".cu", ".h", ".txt")
 

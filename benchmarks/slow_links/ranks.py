@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks.report import ROOT
+
 WORKER = "benchmarks.slow_links.worker"
-ROOT = Path(__file__).resolve().parents[2]
 PORT = 29500
 LAST_WORDS_BYTES = 2000
 _PR_SET_PDEATHSIG = 1

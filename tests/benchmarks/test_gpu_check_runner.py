@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from harness.fake_commands import FakeCommands
 from harness.pages import text_of
+from harness.places import ROOT
 
 from benchmarks.gpu import part_process
 from benchmarks.gpu.commands import run_program
@@ -27,7 +28,6 @@ from benchmarks.gpu.texts import MOST_FAILURES, MOST_PRINTED, printed
 from benchmarks.gpu.version import commit, source_digest
 from benchmarks.gpu_check import DEFAULT_LIMIT_SECONDS
 
-ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"commit": "abc"}
 
 

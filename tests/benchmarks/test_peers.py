@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.places import ROOT
 from torch import Tensor, nn
 
 from benchmarks import two_nodes
@@ -67,8 +68,8 @@ def test_results_with_deepspeed_have_a_file_of_their_own() -> None:
 @pytest.mark.parametrize("words", [[], ["--nodes", "4"], ["--gradient-accumulation", "8"], ["--peers", "deepspeed", "fsdp2"]])
 def test_the_commands_of_the_page_continue_none_of_the_stored_measurements(words: list[str]) -> None:
     stem = two_nodes._parse(words).output
-    assert (two_nodes.FOLDER / "results" / stem.name).with_suffix(".json").is_file()
-    assert stem.parent == two_nodes.FOLDER.parent / "runs"
+    assert (ROOT / "benchmarks" / "results" / stem.name).with_suffix(".json").is_file()
+    assert stem.parent == ROOT / "runs"
 
 
 def test_fsdp2_cannot_be_left_out() -> None:

@@ -47,13 +47,12 @@ def test_the_command_of_a_file_of_results_runs_a_program_with_flags_that_it_know
     for command in commands_of(read(path)):
         python, option, module, *arguments = shlex.split(command)
         known = FLAG.findall((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-        assert (python, option) == ("python", "-m") and {word for word in arguments if word.startswith("--") and " " not in word} <= set(
-            known
-        )
+        flags = {word for word in arguments if word.startswith("--") and " " not in word}
+        assert (python, option) == ("python", "-m") and flags <= set(known)
 
 
 def test_a_program_writes_the_origin_that_files_of_results_must_have() -> None:
-    made = origin("reshard.py", ["--model", "--num-layers 2"])
+    made = origin("reshard", ["--model", "--num-layers 2"])
     assert tuple(made) == ORIGIN and made["command"] == "python -m benchmarks.reshard --model '--num-layers 2'"
     assert set(made["machine"]) == {"processor", "cores", "memory_gib"} and set(made["versions"]) == {"python", "torch", "megatron_zpp"}
     assert date.fromisoformat(made["date"]) and made["versions"]["megatron_zpp"] == __version__

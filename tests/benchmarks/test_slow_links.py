@@ -14,6 +14,7 @@ import pytest
 from harness import closed_forms
 from harness.interrupts import heed_interrupts
 from harness.patience import PATIENCE_SECONDS, wait_until
+from harness.places import ROOT
 from harness.processes import children_of, is_alive, runs
 
 from benchmarks.slow_links.analysis import Rated, analyse
@@ -23,7 +24,6 @@ from benchmarks.slow_links.record import Record
 from testbed import sandbox
 from testbed.rates import UNLIMITED, Rate
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKLOAD = Workload(2, 2, SMOKE_MODEL)
 
 

@@ -16,12 +16,12 @@ import sys
 import time
 from pathlib import Path
 
+from harness.places import ROOT
 from harness.tiny_runs import TINY
 from testbed.network import INTERFACE, Network
 from testbed.rates import UNLIMITED, Rate
 from testbed.sandbox import enter_own_network
 
-ROOT = Path(__file__).resolve().parents[2]
 NODES, RANKS_PER_NODE = 2, 2
 SLOW = Rate.parse("1mbit")  # a step is on the link for most of its time
 TIMEOUT_MINUTES = 1

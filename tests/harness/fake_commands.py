@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.patience import PATIENCE_SECONDS
+from harness.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 REAL = "/usr/bin:/bin"
 # Imports what is there already: fakes are started by the hundred, and json and subprocess take as long as all else of them.
 HEAD = """#!{python} -SE
