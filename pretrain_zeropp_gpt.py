@@ -120,6 +120,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
     from megatron_zpp.training.kept_rules import with_kept_rules
     from megatron_zpp.training.kernels import prepare_kernels
     from megatron_zpp.training.same_data import check_same_data
+    from megatron_zpp.training.save_lock import disk_of
     from megatron_zpp.training.stop_conditions import check_kill_switch
     from megatron_zpp.training.stored_run import with_schedule
     from megatron_zpp.training.trainer import Trainer
@@ -134,13 +135,14 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         if config.training.deterministic_mode:
             startup_checks.use_deterministic_kernels()
         check_placement(hosts, config.distributed.ranks_per_node)
-    save_lock.take(world, printer.on_first)
+    disk = disk_of(config, world)
+    save_lock.take(world, disk, printer.on_first)
     with world.agreement():
         instruments = make_instruments(config, world.device, world.rank)
     links = setup.build_links(config, world, instruments)
     about_host = share_cores(config, world, hosts)
     memory = startup_checks.available_memory(world, hosts)
-    source = start.find_resume_source(config, world)
+    source = start.find_resume_source(config, world, disk, printer.on_first)
     with world.agreement():
         check_kill_switch(config.training, launch.rank)
         startup_checks.check_backends(config, world.device)
@@ -157,7 +159,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         config = config.with_values(vocab_size=vocabulary.size)
     with closing(writers, world):
         check_same_data(vocabulary, datasets.sources)
-        startup_checks.check_save_is_shared(config, world)
+        startup_checks.check_save_is_shared(config, world, disk)
         kernels = prepare_kernels(config, world.device, hosts)
         about_model = setup.describe_run(config, links, vocabulary.size, model)
         about_device = startup_checks.about_device(config, world.device)
@@ -173,7 +175,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         if source.stored is not None:
             with world.agreement("comparing the data with those of the checkpoint", printer.on_first):
                 about_data = data_notices(config, source.stored, here, datasets) if world.rank == 0 else []  # it reads whole indices
-        if world.rank == 0:  # it lists the folder of checkpoints, which all ranks share
+        if world.rank == 0:  # it lists the folder of checkpoints
             printer.on_first(start.describe_start(config, source, progress, about_data))
         progress = with_reading(progress, here)
         source.close()

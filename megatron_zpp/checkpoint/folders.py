@@ -85,6 +85,35 @@ def saved_iterations(directory: Path) -> list[int]:
     return sorted(int(match["iteration"]) for match in matches if match and not match["stage"])
 
 
+def in_place(final: Path) -> Path | None:
+    """The final folder if it exists. If a run died between two renames, the complete folder that was to be replaced. Else None."""
+    if final.is_dir():
+        return final
+    if not final.parent.is_dir():
+        return None
+    replaced: Sequence[Leftover] = [found for found in leftovers(final.parent) if found.stage is Stage.REPLACED and found.final == final]
+    return next((found.folder for found in replaced if is_complete(found.folder)), None)
+
+
+def final_folders(directory: Path) -> list[Path]:
+    """The final folders of all checkpoints in a directory, which may be missing, complete or not, by their names.
+
+    One of which only a folder of stage REPLACED is left, which stands for it, is among them.
+    """
+    if not directory.is_dir():
+        return []
+    found = {iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
+    found |= {left.final for left in leftovers(directory) if left.stage is Stage.REPLACED}
+    release = directory / RELEASE
+    return sorted(found | ({release} if release.is_dir() else set()))
+
+
+def check_holds_own_checkpoints(directory: Path) -> None:
+    """Raises CheckpointError if the directory is itself a checkpoint, or if another program wrote the checkpoints that it holds."""
+    _refuse_a_checkpoint(directory, "--ckpt-step")
+    _refuse_other_programs(directory)
+
+
 def meant_instead_of(directory: Path) -> str:
     """` (did you mean OTHER?)` with a directory of checkpoints that is in `directory`, or has a like name beside it; empty without one."""
     names_beside = (path.parent.name for path in Path(os.path.abspath(directory)).parent.glob(f"*/{LATEST_FILE}"))
@@ -114,7 +143,7 @@ def find_checkpoint(directory: Path, step: int | None, choice: str = "--ckpt-ste
 
 def _named_folder(directory: Path, step: int | None, choice: str) -> Path | None:
     if step is not None:
-        folder = _in_place(iteration_folder(directory, step))
+        folder = in_place(iteration_folder(directory, step))
         if folder is None:
             raise CheckpointError(f"{choice} {step}: {directory} holds no checkpoint of this iteration; it holds {_existing(directory)}")
         return folder
@@ -127,7 +156,7 @@ def _named_folder(directory: Path, step: int | None, choice: str) -> Path | None
             f"{latest} holds {text[:40]!r} instead of an iteration; choose one with {choice}, {directory} holds {_existing(directory)}"
         )
     named = directory / RELEASE if text == RELEASE else iteration_folder(directory, int(text))
-    folder = _in_place(named)
+    folder = in_place(named)
     if folder is None:
         raise LatestError(
             f"{latest} names {text}, which {directory} does not hold; choose one with {choice}, it holds {_existing(directory)}", named
@@ -261,16 +290,6 @@ def _refuse_other_programs(folder: Path) -> None:
     finding = None if has_own else foreign_checkpoint(folder)
     if finding is not None:
         raise CheckpointError(finding) from None
-
-
-def _in_place(final: Path) -> Path | None:
-    """The final folder if it exists. If a run died between two renames, the complete folder that was to be replaced. Else None."""
-    if final.is_dir():
-        return final
-    if not final.parent.is_dir():
-        return None
-    replaced: Sequence[Leftover] = [found for found in leftovers(final.parent) if found.stage is Stage.REPLACED and found.final == final]
-    return next((found.folder for found in replaced if is_complete(found.folder)), None)
 
 
 def _existing(directory: Path) -> str:

@@ -122,7 +122,12 @@ def read_manifest(folder: Path) -> Manifest:
     Raises DamagedCheckpointError if the manifest or its marker is missing or damaged or the folder is named after another iteration, and
     CheckpointError if it has another format.
     """
-    file, data = _verified_manifest(folder)
+    return manifest_of(folder, manifest_bytes(folder))
+
+
+def manifest_of(folder: Path, data: bytes) -> Manifest:
+    """The manifest with this content, in the folder or, of that name, on another disk. Raises errors as `read_manifest` does."""
+    file = _stored(folder / MANIFEST_FILE, MANIFEST_BYTES)
     # Flags are not numbers of the checkpoint: whoever uses them checks them like flags of the command line.
     manifest = _parse(file, file.members(data, has_any_numbers=True))
     named = re.match(ITERATION_NAME, folder.name)
@@ -131,14 +136,14 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _verified_manifest(folder: Path) -> tuple[OutsideFile, bytes]:
-    """The manifest's file and its content, which has the checksum in the marker."""
+def manifest_bytes(folder: Path) -> bytes:
+    """The content of the manifest's file, which has the checksum in the marker. Raises DamagedCheckpointError if it does not."""
     marker = _stored(folder / MARKER_FILE, MARKER_BYTES).members()
     file = _stored(folder / MANIFEST_FILE, min(marker.count("manifest_bytes"), MANIFEST_BYTES))
     data = file.content()
     if marker.values != _marker_of(data):
         file.refuse(f"has {len(data)} bytes without the checksum in {MARKER_FILE}")
-    return file, data
+    return data
 
 
 def read_marker(folder: Path) -> str:
@@ -157,7 +162,7 @@ def is_complete(folder: Path) -> bool:
 
 def is_whole(folder: Path) -> bool:
     """Whether the manifest in the folder is as it was written. It is not parsed, which takes seconds for many ranks."""
-    return _succeeds(_verified_manifest, folder)
+    return _succeeds(manifest_bytes, folder)
 
 
 def _succeeds(read: Callable[[Path], object], folder: Path) -> bool:

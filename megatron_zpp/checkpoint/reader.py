@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedReader
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +24,13 @@ from megatron_zpp.checkpoint.manifest import (
     MANIFEST_FILE,
     CheckpointError,
     DamagedCheckpointError,
+    Manifest,
     StoredFile,
     read_manifest,
     read_marker,
 )
-from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, chunk_ranges
+from megatron_zpp.checkpoint.other_disks import OtherDisks, WantedRange
+from megatron_zpp.checkpoint.reshard import ByteRange, MissingElementsError, PieceIndex, chunk_ranges
 from megatron_zpp.checkpoint.shard_file import DTYPES
 from megatron_zpp.checkpoint.source import Source, byte_ranges
 from megatron_zpp.checkpoint.verified_file import CHUNKS_AT_ONCE, VerifiedFile
@@ -49,18 +52,17 @@ class Wanted:
 class CheckpointReader:
     """One checkpoint, open for reading until the end of a `with` block. So long, runs that share the folder do not delete it.
 
-    bytes_read: read from its files so far. identity: a text that is unique to this checkpoint.
+    bytes_read: read from its files on this disk so far.
     Raises CheckpointError if its manifest cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None = None, others: OtherDisks | None = None) -> None:
+        """manifest: its own, if it has been read. others: disks of other nodes with files of it; then every rank must call `fill`."""
         self.folder = folder
-        self.manifest = read_manifest(folder)
-        self.identity = f"{folder.name} {read_marker(folder)}"
+        self.manifest = manifest or read_manifest(folder)
         self.bytes_read = 0
-        self._lock = open(open_regular(folder / MANIFEST_FILE), "rb")
-        with suppress(OSError):  # some file systems have no locks
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._others = others
+        self._lock = _kept(folder / MANIFEST_FILE)
         self._index = PieceIndex(self.manifest.pieces, self.manifest.shapes, self.manifest.states, self.manifest.frozen)
         self._files = {file.name: file for file in self.manifest.files}
 
@@ -71,7 +73,13 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    @property
+    def identity(self) -> str:
+        """A text that is unique to this checkpoint."""
+        return f"{self.folder.name} {read_marker(self.folder)}"
 
     def read(self, parameter: str, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of one state of a flattened parameter, [stop - start] in the state's element type on the CPU.
@@ -101,6 +109,22 @@ class CheckpointReader:
         Raises DamagedCheckpointError if an element of any parameter is missing or stored twice, and if bytes differ from those that were
         written.
         """
+        try:
+            by_file = self._wanted_by_file(pieces)
+        except DamagedCheckpointError as error:
+            if self._others is not None:
+                self._others.read((), self.manifest.chunk_bytes, error.finding)
+            raise
+        here = dict(by_file)
+        if self._others is not None:
+            here = {name: wanted for name, wanted in by_file.items() if not self._others.alone_have(name)}
+            ranges = (each for name, wanted in by_file.items() if name not in here for each in self._ranges_of(name, wanted))
+            self._others.read(ranges, self.manifest.chunk_bytes)
+        for name, wanted in here.items():
+            self._read_chunks(self._files[name], self._chunks_of(name, wanted), _scatterer(wanted))
+
+    def _wanted_by_file(self, pieces: Iterable[Piece]) -> dict[str, list[Wanted]]:
+        """What each file has of the pieces, by place. Raises DamagedCheckpointError if an element is missing or stored twice."""
         for error in self._errors_of_pieces:
             raise DamagedCheckpointError(f"{self.folder} is incomplete or contradicts itself: {error}")
         by_file: dict[str, list[Wanted]] = defaultdict(list)
@@ -110,8 +134,7 @@ class CheckpointReader:
                     by_file[source.file].append(Wanted(source, piece.values))
         except MissingElementsError as error:
             raise DamagedCheckpointError(f"{self.folder} is incomplete: {error}") from None
-        for name, wanted in by_file.items():
-            self._fill_from(self._files[name], sorted(wanted, key=lambda place: place.source.offset))
+        return {name: sorted(wanted, key=lambda place: place.source.offset) for name, wanted in by_file.items()}
 
     def content(self, name: str) -> bytes:
         """A whole file, verified; nothing if the checkpoint has none of that name."""
@@ -142,30 +165,54 @@ class CheckpointReader:
     def _stripe_of(self, piece: Piece) -> Stripe:
         return Stripe(piece.columns or columns_of(self.manifest.shapes.get(piece.parameter, ())), piece.start, piece.stop)
 
-    def _fill_from(self, stored: StoredFile, wanted: Sequence[Wanted]) -> None:
-        """wanted: sorted by offset."""
-        reached = list(accumulate((place.source.end for place in wanted), max))  # sources may be between the rows of others
+    def _ranges_of(self, name: str, wanted: Sequence[Wanted]) -> Iterator[WantedRange]:
+        """The chunks of a file that hold what is wanted of it."""
+        use = _scatterer(wanted)
+        return (WantedRange(self._files[name], chunks, use) for chunks in self._chunks_of(name, wanted))
 
-        element_types = {place.source.element_type for place in wanted}
-
-        def scatter(data: memoryview, start: int) -> None:
-            elements = {name: _elements(data, name) for name in element_types}
-            for index in range(bisect_right(reached, start), len(wanted)):
-                source = wanted[index].source
-                if source.offset >= start + len(data):
-                    return
-                _scatter(elements[source.element_type], start, start + len(data), wanted[index])
-
-        self._read_ranges(stored, byte_ranges((place.source for place in wanted), self.manifest.chunk_bytes), scatter)
+    def _chunks_of(self, name: str, wanted: Sequence[Wanted]) -> Iterator[ByteRange]:
+        chunk_bytes = self.manifest.chunk_bytes
+        ranges = byte_ranges((place.source for place in wanted), chunk_bytes)
+        return chunk_ranges(ranges, chunk_bytes, self._files[name].nbytes, CHUNKS_AT_ONCE)
 
     def _read_ranges(self, stored: StoredFile, ranges: Iterable[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
         """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each range of chunks."""
+        self._read_chunks(stored, chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE), use)
+
+    def _read_chunks(self, stored: StoredFile, chunks: Iterable[ByteRange], use: Callable[[memoryview, int], None]) -> None:
         file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
         try:
-            file.for_each_range(chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE), use)
+            file.for_each_range(chunks, use)
         finally:
             self.bytes_read += file.bytes_read
             file.close()
+
+
+def _kept(manifest: Path) -> BufferedReader | None:
+    """The open file of a manifest, which keeps runs that share its folder from deleting it; None if it is not on this disk."""
+    try:
+        file = open(open_regular(manifest), "rb")
+    except FileNotFoundError:
+        return None
+    with suppress(OSError):  # some file systems have no locks
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
+
+
+def _scatterer(wanted: Sequence[Wanted]) -> Callable[[memoryview, int], None]:
+    """A function that copies bytes of a file, which begin at a place, into the values. wanted: of the file, sorted by offset."""
+    reached = list(accumulate((place.source.end for place in wanted), max))  # sources may be between the rows of others
+    element_types = {place.source.element_type for place in wanted}
+
+    def scatter(data: memoryview, start: int) -> None:
+        elements = {name: _elements(data, name) for name in element_types}
+        for index in range(bisect_right(reached, start), len(wanted)):
+            source = wanted[index].source
+            if source.offset >= start + len(data):
+                return
+            _scatter(elements[source.element_type], start, start + len(data), wanted[index])
+
+    return scatter
 
 
 def _elements(data: memoryview, element_type: str) -> Tensor:

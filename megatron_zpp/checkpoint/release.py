@@ -22,9 +22,9 @@ from megatron_zpp.checkpoint.folders import (
     saved_iterations,
     staged_folder,
 )
-from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, StoredFile, StoredPiece, is_complete
+from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, is_complete
 from megatron_zpp.checkpoint.run_lock import Job, take_lock
-from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
+from megatron_zpp.checkpoint.unfinished import Record, make_unfinished, seal, write_pieces
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.system.owner import own_token
 from megatron_zpp.system.user_error import UserError
@@ -77,16 +77,12 @@ def _write(final: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Te
 
 
 def _fill(unfinished: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> None:
-    files: list[StoredFile] = []
-    pieces: list[StoredPiece] = []
     states = {WEIGHT: ELEMENT_TYPE}
-    for index, unit in enumerate(units):
-        file, stored = write_pieces(unfinished / f"unit_{index:05d}.safetensors", _pieces(unit, weight_of), states, CHUNK_BYTES)
-        files.append(file)
-        pieces += stored
+    files = ((unfinished / f"unit_{index:05d}.safetensors", unit) for index, unit in enumerate(units))
+    record = Record.joined([write_pieces(path, _pieces(unit, weight_of), states, CHUNK_BYTES) for path, unit in files])
     shapes = {param.name: param.whole_shape for unit in units for param in unit.params}
     manifest = Manifest(0, 0, shapes, states, {}, flags, {}, versions())
-    seal(unfinished, replace(manifest, files=tuple(files), pieces=tuple(pieces)))
+    seal(unfinished, replace(manifest, files=record.files, pieces=record.pieces))
 
 
 def _pieces(unit: UnitSpec, weight_of: Callable[[str], Tensor]) -> list[Piece]:

@@ -46,13 +46,15 @@ class Job:
     """What a scheduler or launcher says about this start of the run, and the flag that names the folder.
 
     name: the job's id; empty without a scheduler. restarts: how often the scheduler has started the job again, after it had ended all
-    processes of the earlier start. former_lock: id of the lock that an earlier start of this very job held.
+    processes of the earlier start. former_lock: id of the lock that an earlier start of this very job held. own_processes: tokens of other
+    processes of this run, whose folders must be others.
     """
 
     name: str = ""
     restarts: int = 0
     former_lock: str = ""
     flag: str = "--save"
+    own_processes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,11 @@ def _take(path: Path, job: Job, announce: Callable[[str], None]) -> RunLock:
 def _is_dead(path: Path, found: _Seen, job: Job, announce: Callable[[str], None]) -> bool:
     """Whether the holder has died; False if the lock changed while it was watched. Raises FolderInUse if the holder lives."""
     holder = found.holder
+    if holder.token in job.own_processes:
+        raise FolderInUse(
+            f"{job.flag} {path.parent} is one folder on this node and on that of {holder}; leave out --node-local-checkpoints, or give "
+            f"each node a {job.flag} of its own"
+        )
     is_earlier_start = bool(job.name) and holder.job == job.name and holder.restarts < job.restarts
     if is_earlier_start or (job.former_lock and holder.id == job.former_lock):
         return True

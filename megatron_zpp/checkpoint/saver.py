@@ -10,8 +10,13 @@ The steps of a save, and what is on the disk after each:
     6 rank 0 moves `latest`                               the checkpoint to load
     7 rank 0 deletes what --keep-last and --save-retain-interval do not keep
 
-In steps 2 to 7 of an asynchronous save no rank waits in a collective. Each rank writes in a background thread, and the thread of rank 0
-polls for the files of step 3.
+In steps 2 to 7 of an asynchronous save no rank waits in a collective of the world. Each rank writes in a background thread, and the thread
+of rank 0 polls for the files of step 3.
+
+Where every node has a disk of its own, the first rank of each node does what rank 0 does here. These ranks tell each other what is in
+their records, so that every manifest names the files of all nodes, and none begins with step 5, 6 or 7 before all have done the one
+before. So a checkpoint that some `latest` names is on all disks. One that a crash leaves with its name on some disks only has been written
+on all; `parts.finish_interrupted_save` names it on the others.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_zpp.checkpoint.disk import Disk, Gather
 from megatron_zpp.checkpoint.durable import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS
 from megatron_zpp.checkpoint.folders import (
     Stage,
@@ -37,16 +43,25 @@ from megatron_zpp.checkpoint.folders import (
     put_in_place,
     staged_folder,
 )
-from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, ELEMENT_TYPE, CheckpointError, Manifest, StoredFile, StoredPiece
+from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, ELEMENT_TYPE, CheckpointError, Manifest, StoredFile, manifest_of
+from megatron_zpp.checkpoint.parts import finish_interrupted_save
 from megatron_zpp.checkpoint.shard_file import write_bytes
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
-from megatron_zpp.checkpoint.unfinished import SPARE_BYTES, check_room, make_unfinished, read_record, seal, write_pieces, write_record
+from megatron_zpp.checkpoint.unfinished import (
+    SPARE_BYTES,
+    Record,
+    check_room,
+    make_unfinished,
+    read_record,
+    seal,
+    write_pieces,
+    write_record,
+)
 from megatron_zpp.parallel.initialize import gather_texts, joined_errors
 from megatron_zpp.system.owner import own_token
 from megatron_zpp.zero.pieces import Piece
 from megatron_zpp.zero.policy import WEIGHT
 
-Gather = Callable[[str], list[str]]
 Result = TypeVar("Result")
 
 
@@ -101,7 +116,8 @@ class SavedCheckpoint:
 class _Save:
     """A save in progress. others: of Share, once they are on disk.
 
-    copied: this rank's state is in the snapshot. written: this rank's files are on disk. finished: rank 0 has completed the checkpoint.
+    copied: this rank's state is in the snapshot. written: this rank's files are on disk. sealed: all files and manifests are, on all disks.
+    finished: the first rank of this disk has completed the checkpoint.
     """
 
     manifest: Manifest
@@ -111,16 +127,18 @@ class _Save:
     started: float = field(default_factory=time.monotonic)
     all_written: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
+    sealed: threading.Event = field(default_factory=threading.Event)
     copied: Future[None] = field(default_factory=Future)
     written: Future[None] = field(default_factory=Future)
     finished: Future[SavedCheckpoint] = field(default_factory=Future)
 
 
 class CheckpointSaver:
-    """Saves checkpoints into `directory`, which all ranks share. Every rank must make the same calls. One save runs at a time.
+    """Saves checkpoints into `directory` on the rank's disk. Every rank must make the same calls. One save runs at a time.
 
-    gather: returns the text of every rank, in rank order. check_lock: raises CheckpointError if this run may not save there any more;
-    rank 0 calls it before anything is written and before the checkpoint gets its name.
+    gather: returns the text of every rank, in rank order. check_lock: raises CheckpointError if this run may not save there any more; the
+    first rank of each disk calls it before anything is written and before the checkpoint gets its name. disk: by default, all ranks
+    share one.
     """
 
     def __init__(
@@ -130,9 +148,11 @@ class CheckpointSaver:
         options: SaveOptions,
         gather: Gather = gather_texts,
         check_lock: Callable[[], None] = lambda: None,
+        disk: Disk | None = None,
     ) -> None:
         self.directory = directory
         self._share = share
+        self._disk = disk or Disk.of_all(share.rank, share.world_size)
         self._options = options
         self._gather = gather
         self._check_lock = check_lock
@@ -193,7 +213,9 @@ class CheckpointSaver:
             return None
         save, was_reported = self._save, self._is_reported
         self._wait_until_all_wrote(save)
-        self._raise_if_any_failed(_error_text(save.finished.result) if self._share.rank == 0 else "", save.unfinished)
+        error = _error_text(save.finished.result) if self._disk.is_first else ""
+        # What is on every disk may have its name on some of them, and then the next save or run names it on the others.
+        self._raise_if_any_failed(error, save.unfinished, is_kept=self._disk.count > 1 and save.sealed.is_set())
         self._save, self._is_reported = None, True
         return save.finished.result() if self._share.rank == 0 and not was_reported else None
 
@@ -203,16 +225,18 @@ class CheckpointSaver:
             self._raise_if_any_failed(_error_text(save.written.result), save.unfinished)
         except CheckpointError:
             save.given_up.set()
+            if self._disk.is_first and self._snapshot is not None:
+                save.finished.exception()  # its thread may still be telling the other disks
             raise
         save.all_written.set()
 
-    def _raise_if_any_failed(self, error: str, unfinished: Path) -> None:
-        """Raises CheckpointError on every rank, and deletes the unfinished folder, if any rank has an error."""
+    def _raise_if_any_failed(self, error: str, unfinished: Path, *, is_kept: bool = False) -> None:
+        """Raises CheckpointError on every rank, and deletes the unfinished folder unless it is kept, if any rank has an error."""
         errors = self._gather(error)
         if not any(errors):
             return
         self._save = None
-        if self._share.rank == 0:
+        if self._disk.is_first and not is_kept:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(joined_errors(errors))
 
@@ -221,17 +245,27 @@ class CheckpointSaver:
     def _create_folder(self, final: Path) -> str:
         """Creates the unfinished folder and returns its token. Checks that every rank sees the folder and that the disk has room."""
         token, error = "", ""
-        if self._share.rank == 0:
+        if self._disk.is_first:
             token = own_token()
-            error = _error_text(self._check_lock) or _error_text(lambda: make_unfinished(staged_folder(final, Stage.UNFINISHED, token)))
+            error = _error_text(lambda: self._make_folder(staged_folder(final, Stage.UNFINISHED, token)))
         answers = [json.loads(text) for text in self._gather(json.dumps([token, error, self._share.nbytes]))]
-        token, error, _ = answers[0]
-        if error:
-            raise CheckpointError(error)
+        on_disk = [answers[rank] for rank in self._disk.ranks]
+        token, _, _ = on_disk[0]
         folder = staged_folder(final, Stage.UNFINISHED, token)
-        needed_bytes = sum(nbytes for _, _, nbytes in answers) + SPARE_BYTES
+        errors = [error for _, error, _ in answers]
+        if any(errors):
+            if self._disk.is_first:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise CheckpointError(joined_errors(errors) if self._disk.count > 1 else errors[0])
+        needed_bytes = sum(nbytes for _, _, nbytes in on_disk) + SPARE_BYTES
         self._raise_if_any_failed(_error_text(lambda: check_room(folder, needed_bytes)), folder)
         return token
+
+    def _make_folder(self, unfinished: Path) -> None:
+        if self._disk.count > 1:
+            finish_interrupted_save(self.directory, self._disk)  # it tells the other disks, so no error may come before it
+        self._check_lock()
+        make_unfinished(unfinished)
 
     # ---- may run in the background thread
 
@@ -247,26 +281,65 @@ class CheckpointSaver:
     def _write_share(self, save: _Save, pieces: Sequence[Piece]) -> None:
         for name, data in self._share.others.items():
             save.others.append(write_bytes(save.unfinished / name, data, save.manifest.chunk_bytes))
-        file, stored = write_pieces(save.unfinished / self._share.file_name, pieces, save.manifest.states, save.manifest.chunk_bytes)
-        write_record(save.unfinished, self._share.rank, file, stored)
+        record = write_pieces(save.unfinished / self._share.file_name, pieces, save.manifest.states, save.manifest.chunk_bytes)
+        write_record(save.unfinished, self._share.rank, record)
 
     def _finish_save(self, save: _Save) -> None:
-        if self._share.rank == 0 and save.written.exception() is None:
+        if self._disk.is_first:
             _resolve(save.finished, lambda: self._make_checkpoint(save))
 
     def _make_checkpoint(self, save: _Save) -> SavedCheckpoint:
-        records = [self._wait_for_record(save, rank) for rank in range(self._share.world_size)]
-        files = (*(file for file, _ in records), *save.others)
-        pieces = tuple(piece for _, of_rank in records for piece in of_rank)
-        seal(save.unfinished, replace(save.manifest, files=files, pieces=pieces))
-        iteration = save.manifest.iteration
-        self._check_lock()
-        put_in_place(save.unfinished, iteration_folder(self.directory, iteration), save.token)
-        move_latest(self.directory, str(iteration))
-        not_deleted = self._delete_old(save)
-        return SavedCheckpoint(iteration, sum(file.nbytes for file in files), time.monotonic() - save.started, not_deleted)
+        manifest, records = self._what_was_written(save)
+        record, own_files = Record.joined(records), records[self._disk.index].files
+        manifest = replace(manifest, files=record.files, pieces=record.pieces)
+        markers = self._on_all_disks(lambda: seal(save.unfinished, manifest, own_files))
+        if len(set(markers)) > 1:
+            raise RuntimeError(f"the manifests of the nodes differ: {', '.join(map(str.strip, markers))}")
+        save.sealed.set()
+        self._on_all_disks(lambda: self._put_in_place(save))
+        not_deleted = {iteration for of_disk in self._on_all_disks(lambda: self._move_latest(save)) for iteration in of_disk}
+        seconds = time.monotonic() - save.started
+        return SavedCheckpoint(manifest.iteration, sum(file.nbytes for file in record.files), seconds, tuple(sorted(not_deleted)))
 
-    def _wait_for_record(self, save: _Save, rank: int) -> tuple[StoredFile, list[StoredPiece]]:
+    def _what_was_written(self, save: _Save) -> tuple[Manifest, list[Record]]:
+        """The manifest of rank 0, as the paths in the flags of others may differ, and what the ranks of each disk have written there."""
+
+        def on_own_disk() -> Record:
+            save.written.result()  # an error of this rank reaches the other disks as that of this step
+            return Record.joined([*(self._wait_for_record(save, rank) for rank in self._disk.ranks), Record(tuple(save.others))])
+
+        if self._disk.count == 1:
+            return save.manifest, [on_own_disk()]
+        found = self._on_all_disks(lambda: (on_own_disk().to_json(), save.manifest.to_json() if self._share.rank == 0 else ""))
+        records = [Record.from_other_disk(text, f"the record of node {index}") for index, (text, _) in enumerate(found)]
+        return manifest_of(iteration_folder(self.directory, save.manifest.iteration), found[0][1].encode()), records
+
+    def _on_all_disks(self, task: Callable[[], Result]) -> list[Result]:
+        """Does a part of the task on the first rank of every disk, and returns the answers, which must be JSON, when all are done.
+
+        Raises CheckpointError on all of them if it fails on one.
+        """
+        if self._disk.count == 1:
+            return [task()]
+        future: Future[Result] = Future()
+        _resolve(future, task)
+        error = _error_text(future.result)
+        answers = [json.loads(text) for text in self._disk.gather_firsts(json.dumps([None if error else future.result(), error]))]
+        errors = [f"{error} (on node {index})" for index, (_, error) in enumerate(answers) if error]
+        if errors:
+            raise CheckpointError("\n".join(errors))
+        return [answer for answer, _ in answers]
+
+    def _put_in_place(self, save: _Save) -> None:
+        self._check_lock()
+        put_in_place(save.unfinished, iteration_folder(self.directory, save.manifest.iteration), save.token)
+
+    def _move_latest(self, save: _Save) -> tuple[int, ...]:
+        """Returns the iterations of older checkpoints that could not be deleted."""
+        move_latest(self.directory, str(save.manifest.iteration))
+        return self._delete_old(save)
+
+    def _wait_for_record(self, save: _Save, rank: int) -> Record:
         deadline = None
         while (record := read_record(save.unfinished, rank)) is None:
             if save.given_up.is_set():
@@ -274,7 +347,9 @@ class CheckpointSaver:
             if save.all_written.is_set():
                 deadline = deadline or time.monotonic() + VISIBLE_WITHIN_SECONDS
                 if time.monotonic() > deadline:
-                    raise CheckpointError(f"rank 0 does not see in {save.unfinished} what rank {rank} has written; {SHARED_FOLDER}")
+                    raise CheckpointError(
+                        f"rank {self._disk.rank} does not see in {save.unfinished} what rank {rank} has written; {SHARED_FOLDER}"
+                    )
             time.sleep(LOOK_EVERY_SECONDS)
         return record
 

@@ -1,10 +1,11 @@
-"""The folder of a save in progress: created by rank 0, filled by every rank, and sealed when it is complete."""
+"""The folder of a save in progress: made by the first rank of its disk, filled by every rank, and sealed when it is complete."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,11 +28,40 @@ from megatron_zpp.checkpoint.manifest import (
 from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
 from megatron_zpp.parallel.stripes import Columns
 from megatron_zpp.system.output_file import sync_folder
-from megatron_zpp.system.outside import OutsideFile
+from megatron_zpp.system.outside import Members, OutsideFile
 from megatron_zpp.system.owner import is_abandoned, own_token
 from megatron_zpp.zero.pieces import Piece
 
 SPARE_BYTES = 1 << 20  # for the manifest and other small files
+
+
+@dataclass(frozen=True)
+class Record:
+    """Files that ranks have written into the folder, and what is in them."""
+
+    files: tuple[StoredFile, ...]
+    pieces: tuple[StoredPiece, ...] = ()
+
+    @classmethod
+    def joined(cls, records: Sequence[Record]) -> Record:
+        """One record of all."""
+        files = (file for record in records for file in record.files)
+        return cls(tuple(files), tuple(piece for record in records for piece in record.pieces))
+
+    def to_json(self) -> str:
+        """The text of a JSON object."""
+        return json.dumps({"files": [members_of(file) for file in self.files], "pieces": [members_of(piece) for piece in self.pieces]})
+
+    @classmethod
+    def of(cls, record: Members) -> Record:
+        """The record that a JSON object describes, as `to_json` writes it."""
+        files, pieces = record.list_of_members("files"), record.list_of_members("pieces")
+        return cls(tuple(map(file_of, files)), tuple(map(piece_of, pieces)))
+
+    @classmethod
+    def from_other_disk(cls, text: str, name: str) -> Record:
+        """The record that has been sent as a text. name: for errors. Raises CheckpointError if it cannot be used."""
+        return cls.of(OutsideFile(Path(name), name, "", CheckpointError, MANIFEST_BYTES).members(text.encode()))
 
 
 def make_unfinished(folder: Path) -> None:
@@ -67,7 +97,7 @@ def _in_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.3f} GiB"
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], states: Mapping[str, str], chunk_bytes: int) -> tuple[StoredFile, list[StoredPiece]]:
+def write_pieces(path: Path, pieces: Sequence[Piece], states: Mapping[str, str], chunk_bytes: int) -> Record:
     """Writes a file of one-dimensional tensors named `<parameter>.<state>.<start>`. Returns the entries of the manifest for it.
 
     states: element type of each state. Frozen weights are widened to it. Raises RuntimeError if values of a piece would be rounded.
@@ -81,7 +111,8 @@ def write_pieces(path: Path, pieces: Sequence[Piece], states: Mapping[str, str],
     offsets: dict[tuple[str, int, int, Columns | None], dict[str, int]] = {}
     for piece, offset in zip(ordered, layout.offsets, strict=True):
         offsets.setdefault((piece.parameter, piece.start, piece.stop, piece.columns), {})[piece.state] = offset
-    return file, [StoredPiece(name, start, stop, path.name, found, columns) for (name, start, stop, columns), found in offsets.items()]
+    pieces_of_file = (StoredPiece(name, start, stop, path.name, found, columns) for (name, start, stop, columns), found in offsets.items())
+    return Record((file,), tuple(pieces_of_file))
 
 
 def _tensor_name(piece: Piece) -> str:
@@ -89,41 +120,41 @@ def _tensor_name(piece: Piece) -> str:
     return f"{piece.parameter}.{piece.state}{columns}.{piece.start}"
 
 
-def write_record(unfinished: Path, rank: int, file: StoredFile, pieces: Sequence[StoredPiece]) -> None:
-    """Records in the folder that a rank has written its file, and what the file holds."""
+def write_record(unfinished: Path, rank: int, record: Record) -> None:
+    """Records in the folder what a rank has written there."""
     partial = unfinished / f"{_record_name(rank)}.partial"
-    write_durably(partial, json.dumps({"file": members_of(file), "pieces": [members_of(piece) for piece in pieces]}))
+    write_durably(partial, record.to_json())
     sync_folder(unfinished)
-    partial.rename(unfinished / _record_name(rank))  # the last write: rank 0 seals the folder once all records exist
+    partial.rename(unfinished / _record_name(rank))  # the last write: the first rank seals the folder once all records exist
 
 
-def read_record(unfinished: Path, rank: int) -> tuple[StoredFile, list[StoredPiece]] | None:
+def read_record(unfinished: Path, rank: int) -> Record | None:
     """The record of a rank, or None if it does not exist yet. Raises CheckpointError for a record that cannot be used."""
     path = unfinished / _record_name(rank)
     file = OutsideFile(path, str(path), SHARED_FOLDER, CheckpointError, MANIFEST_BYTES, follows_links=False)
-    if file.is_missing():
-        return None
-    record = file.members()
-    return file_of(record.members("file")), [piece_of(piece) for piece in record.list_of_members("pieces")]
+    return None if file.is_missing() else Record.of(file.members())
 
 
-def seal(unfinished: Path, manifest: Manifest) -> None:
-    """Writes the manifest and its marker (complete.json), and removes files that the manifest does not name.
+def seal(unfinished: Path, manifest: Manifest, own_files: Iterable[StoredFile] | None = None) -> str:
+    """Writes the manifest and its marker (complete.json), and removes files that the manifest does not name. Returns the marker.
 
-    Raises CheckpointError if a file of the manifest does not have the length that was written.
+    own_files: those that are on this disk, if it is not the only one.
+    Raises CheckpointError if one of them does not have the length that was written.
     """
-    for stored in manifest.files:
+    for stored in manifest.files if own_files is None else own_files:
         nbytes = (unfinished / stored.name).stat().st_size
         if nbytes != stored.nbytes:
             raise CheckpointError(f"{unfinished / stored.name} has {nbytes} bytes, but {stored.nbytes} were written; {SHARED_FOLDER}")
     text = manifest.to_json()
+    marker = marker_json(text)
     write_durably(unfinished / MANIFEST_FILE, text)
-    write_durably(unfinished / MARKER_FILE, marker_json(text))
+    write_durably(unfinished / MARKER_FILE, marker)
     kept = {MANIFEST_FILE, MARKER_FILE, *(stored.name for stored in manifest.files)}
     for path in unfinished.iterdir():
         if path.name not in kept:
             path.unlink()
     sync_folder(unfinished)
+    return marker
 
 
 def _record_name(rank: int) -> str:

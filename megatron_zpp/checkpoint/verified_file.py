@@ -29,10 +29,7 @@ class VerifiedFile:
         self.bytes_read = 0
         self._stored = stored
         self._chunk_bytes = chunk_bytes
-        try:
-            self._descriptor = open_regular(self.path)
-        except OSError as error:
-            raise DamagedCheckpointError(f"{self.path} cannot be read ({error.strerror})") from error
+        self._descriptor = _opened(self.path)
         try:
             self._check_size_and_header()
         except BaseException:
@@ -51,7 +48,7 @@ class VerifiedFile:
         data = bytearray(stop - start)
         view = memoryview(data)
         self._read_into(view, start)
-        self._verify(view, start)
+        verify(view, start, self._stored, self._chunk_bytes, str(self.path))
         return data
 
     def for_each_range(self, ranges: Iterable[ByteRange], use: Callable[[memoryview, int], None]) -> None:
@@ -63,7 +60,7 @@ class VerifiedFile:
         buffer_bytes = min(CHUNKS_AT_ONCE * self._chunk_bytes, self._stored.nbytes)
 
         def verify_and_use(view: memoryview, start: int) -> None:
-            self._verify(view, start)
+            verify(view, start, self._stored, self._chunk_bytes, str(self.path))
             use(view, start)
 
         with ThreadPoolExecutor(VERIFYING_THREADS) as threads:
@@ -80,25 +77,47 @@ class VerifiedFile:
                 future.result()
 
     def _read_into(self, view: memoryview, start: int) -> None:
-        filled = 0
-        try:
-            while filled < len(view):
-                count = os.preadv(self._descriptor, [view[filled:]], start + filled)
-                if count == 0:
-                    raise DamagedCheckpointError(f"{self.path} ends at byte {start + filled}")
-                filled += count
-        except OSError as error:
-            raise DamagedCheckpointError(f"{self.path} cannot be read ({error.strerror})") from error
+        _read_into(self._descriptor, view, start, self.path)
         self.bytes_read += len(view)
-
-    def _verify(self, view: memoryview, start: int) -> None:
-        for place in range(0, len(view), self._chunk_bytes):
-            chunk = view[place : place + self._chunk_bytes]
-            if zlib.crc32(chunk) != self._stored.checksums[(start + place) // self._chunk_bytes]:
-                first = start + place
-                raise DamagedCheckpointError(
-                    f"{self.path} is damaged: bytes {first} to {first + len(chunk)} do not have the checksum in its manifest"
-                )
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def read_unverified(path: Path, view: memoryview, start: int) -> None:
+    """Fills the view with bytes of a file, for another rank that verifies them. Raises DamagedCheckpointError if they cannot be read."""
+    descriptor = _opened(path)
+    try:
+        _read_into(descriptor, view, start, path)
+    finally:
+        os.close(descriptor)
+
+
+def verify(view: memoryview, start: int, stored: StoredFile, chunk_bytes: int, name: str) -> None:
+    """Raises DamagedCheckpointError if bytes of a file differ from those that were written. start: where they begin, a chunk boundary."""
+    for place in range(0, len(view), chunk_bytes):
+        chunk = view[place : place + chunk_bytes]
+        if zlib.crc32(chunk) != stored.checksums[(start + place) // chunk_bytes]:
+            first = start + place
+            raise DamagedCheckpointError(
+                f"{name} is damaged: bytes {first} to {first + len(chunk)} do not have the checksum in its manifest"
+            )
+
+
+def _opened(path: Path) -> int:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _read_into(descriptor: int, view: memoryview, start: int, path: Path) -> None:
+    filled = 0
+    try:
+        while filled < len(view):
+            count = os.preadv(descriptor, [view[filled:]], start + filled)
+            if count == 0:
+                raise DamagedCheckpointError(f"{path} ends at byte {start + filled}")
+            filled += count
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror})") from error

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.system.user_error import UserError
 
+NO_LIMIT = timedelta(days=30)  # the main thread looks for lost ranks
 FAREWELL = timedelta(seconds=15)  # time to find out which rank failed, tell the others and end
 CONNECTING = f"connecting to the other ranks ({GLOO_VARIABLE} names the network interface between hosts)"
 
@@ -93,6 +95,15 @@ class World:
             ended_by_failures(self.check_others, limit_seconds, lambda why: self._end(f"{CONNECTING}: {why}")),
         ):
             yield
+
+    def gathering_among(self, ranks: Sequence[int]) -> Callable[[str], list[str]]:
+        """What gathers a text of each of these ranks, which then call it in any thread, one at a time, and wait without a limit.
+
+        Every rank of the world must call this.
+        """
+        with self.connecting():
+            group = dist.new_group(list(ranks), backend="gloo", timeout=NO_LIMIT)
+        return partial(gather_texts, group=group)
 
     def hosts(self) -> list[str]:
         """The host name of every rank, in rank order."""
@@ -190,24 +201,40 @@ def choose_device(launch: Launch, backend: str | None) -> torch.device:
     return torch.device("cuda", launch.local_rank % devices)
 
 
-def gather_texts(text: str) -> list[str]:
-    """The texts of all ranks in rank order; every rank must call it. They are sent as UTF-8 and never unpickled.
+def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """The texts of all ranks of the group in rank order; each must call it. They are sent as UTF-8 and never unpickled.
 
+    group: by default the world.
     What UTF-8 cannot hold, such as a path of other bytes, arrives as \\udcXX. Raises UnicodeDecodeError if what arrives is not UTF-8.
     """
     data = text.encode("utf-8", errors="backslashreplace")
-    lengths = _gather(torch.tensor([len(data)]))
+    lengths = _gather(torch.tensor([len(data)]), group)
     padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-    return [row[: int(length)].numpy().tobytes().decode("utf-8") for row, length in zip(_gather(padded), lengths, strict=True)]
+    return [row[: int(length)].numpy().tobytes().decode("utf-8") for row, length in zip(_gather(padded, group), lengths, strict=True)]
 
 
-def _gather(values: Tensor) -> list[Tensor]:
+def _gather(values: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     """The tensors of all ranks in rank order, which all have the shape of `values`, on the CPU."""
-    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     if values.numel() > 0:
-        dist.all_gather(gathered, values)
+        dist.all_gather(gathered, values, group=group)
     return gathered
+
+
+class WorldRanks:
+    """Messages among all ranks, which all call the same methods in the same order: checkpoint/other_disks.py says what they do."""
+
+    def gather(self, text: str) -> list[str]:
+        return gather_texts(text)
+
+    def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        output = torch.empty(sum(numels), dtype=torch.uint8)
+        dist.all_to_all_single(output, torch.cat(list(sent)), list(numels), [part.numel() for part in sent])
+        return list(output.split(list(numels)))
+
+    def broadcast(self, data: Tensor, source: int) -> None:
+        dist.broadcast(data, source)
 
 
 def joined_errors(errors: Sequence[str]) -> str:

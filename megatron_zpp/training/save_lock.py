@@ -1,39 +1,66 @@
-"""The lock of the --save folder in a run: rank 0 holds it from the start of the run to its end."""
+"""The lock of the --save folder in a run: the first rank of each disk holds it from the start of the run to its end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from megatron_zpp.checkpoint.disk import Disk
 from megatron_zpp.checkpoint.folders import check_latest_can_move
+from megatron_zpp.checkpoint.parts import finish_interrupted_save
 from megatron_zpp.checkpoint.run_lock import Job, RunLock, take_lock
-from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
+from megatron_zpp.config.schema import Config
+from megatron_zpp.parallel.initialize import StartupError, World, gather_texts, joined_errors
 from megatron_zpp.parallel.launch import SchedulerJob
+from megatron_zpp.system.owner import own_token
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.startup_checks import check_writable
 
 LOCK_KEY = "lock of --save"
 
 
+def disk_of(config: Config, world: World) -> Disk:
+    """The disk of checkpoints of this rank. Every rank must call it."""
+    if not config.checkpoint.node_local_checkpoints:
+        return Disk.of_all(world.rank, world.world_size)
+    alone = Disk(world.rank, world.world_size, config.distributed.ranks_per_node)
+    return replace(alone, gather_firsts=world.gathering_among([alone.ranks_of(index)[0] for index in range(alone.count)]))
+
+
 class SaveLock:
-    """Makes this run the only one that saves into its --save folder; without --save it does nothing."""
+    """Makes this run the only one that saves into its --save folder; without --save it does nothing.
+
+    disk: that of this rank, known when the lock is taken.
+    """
 
     def __init__(self, save: str | None, job: SchedulerJob) -> None:
         self._folder = None if save is None else Path(save)
         self._job = job
         self._held: RunLock | None = None
+        self.disk: Disk | None = None
 
-    def take(self, world: World, announce: Callable[[str], None]) -> None:
-        """Raises StartupError on every rank if another run saves there, or if rank 0 cannot write there. Every rank must call it."""
-        error = ""
+    def take(self, world: World, disk: Disk, announce: Callable[[str], None]) -> None:
+        """Takes the lock, and ends a save of an earlier run that was interrupted between two disks. Every rank must call it.
+
+        Raises StartupError on every rank if another run saves there, or if the first rank of a disk cannot write there.
+        """
+        self.disk = disk
+        if self._folder is None:
+            return
+        error, tokens = "", gather_texts(own_token())
+        others = frozenset(tokens) - {own_token()} if disk.count > 1 else frozenset()
         with world.agreement("looking whether another run saves into --save", announce):
-            if self._folder is not None and world.rank == 0:
-                error = self._take(self._folder, world, announce)
-        if error := gather_texts(error)[0]:
-            raise StartupError(error)
+            if disk.is_first:
+                error = self._take(self._folder, world, disk, others, announce)
+        errors = gather_texts(error)
+        if any(errors):
+            raise StartupError(errors[0] if disk.count == 1 else joined_errors(errors))
+        if disk.count > 1:
+            self._finish_interrupted_save(self._folder, world, disk, announce)
 
     def check(self) -> None:
-        """Raises CheckpointError on rank 0 if the lock was lost."""
+        """Raises CheckpointError on the first rank of a disk if its lock was lost."""
         if self._held is not None:
             self._held.check()
 
@@ -42,13 +69,24 @@ class SaveLock:
         if self._held is not None:
             self._held.release()
 
-    def _take(self, folder: Path, world: World, announce: Callable[[str], None]) -> str:
+    def _finish_interrupted_save(self, folder: Path, world: World, disk: Disk, announce: Callable[[str], None]) -> None:
+        finished: list[int] = []
+        with world.agreement():
+            if disk.is_first:
+                finished = finish_interrupted_save(folder, disk)
+        for rank, iterations in enumerate(gather_texts(" ".join(map(str, finished)))):
+            if iterations:
+                announce(f"an earlier run ended before the disk of rank {rank} gave iteration {iterations} its name; it has it now")
+
+    def _take(self, folder: Path, world: World, disk: Disk, others: frozenset[str], announce: Callable[[str], None]) -> str:
         """Takes the lock, and tells later starts of this job, which may run on another machine. Returns the text of an error, or ""."""
+        key = f"{LOCK_KEY} {disk.index}"
         try:
             check_writable("--save", folder, world.rank)
             check_latest_can_move("--save", folder)
-            self._held = take_lock(folder, Job(self._job.name, self._job.restarts, world.recall(LOCK_KEY)), announce)
+            job = Job(self._job.name, self._job.restarts, world.recall(key), own_processes=others)
+            self._held = take_lock(folder, job, announce)
         except UserError as error:
             return str(error)
-        world.remember(LOCK_KEY, self._held.holder.id)
+        world.remember(key, self._held.holder.id)
         return ""

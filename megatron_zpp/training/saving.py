@@ -11,6 +11,7 @@ from megatron_zpp.checkpoint.folders import read_latest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, Config
+from megatron_zpp.parallel.initialize import gather_texts
 from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -32,8 +33,9 @@ class RunSaver:
         self._saver = None
         if self._directory is not None:
             share = share_of(engine, with_moments=self._with_moments)
+            lock = writers.save_lock
             options = SaveOptions(checkpoint.async_save, checkpoint.keep_last, checkpoint.save_retain_interval)
-            self._saver = CheckpointSaver(Path(self._directory), share, options, check_lock=writers.save_lock.check)
+            self._saver = CheckpointSaver(Path(self._directory), share, options, gather_texts, lock.check, lock.disk)
 
     def save(self, progress: Progress) -> None:
         """Saves a checkpoint. With --async-save the state must not change before `wait_for_copy` returns."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.candidates import Candidates, check_may_begin_anew, find_candidates, why_nothing_is_loaded
+from megatron_zpp.checkpoint.disk import Disk
 from megatron_zpp.checkpoint.engine_state import load_engine
 from megatron_zpp.checkpoint.folders import saved_iterations
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+from megatron_zpp.checkpoint.parts import NotWholeError, Parts, PartsFinder
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_schedule import check_batches
-from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
+from megatron_zpp.config.schema import GROUP_OF_FIELD, CheckpointConfig, Config
 from megatron_zpp.monitor.jsonl import has_earlier_lines
-from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
+from megatron_zpp.parallel.initialize import StartupError, World, WorldRanks, gather_texts
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.sample_order import ordered_samples
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
@@ -70,12 +72,15 @@ class ResumeSource:
             self.reader.close()
 
 
-def find_resume_source(config: Config, world: World) -> ResumeSource:
+def find_resume_source(config: Config, world: World, disk: Disk, announce: Callable[[str], None] = print) -> ResumeSource:
     """Checkpoint that the flags name, the same on every rank. Every rank must call it.
 
+    announce: receives a line about bytes that come from the disks of other nodes.
     Raises StartupError on every rank if it is missing under --exit-on-missing-checkpoint, damaged, or not the same on all ranks.
     """
     checkpoint = config.checkpoint
+    if checkpoint.node_local_checkpoints:
+        return _find_in_parts(checkpoint, world, disk, announce)
     candidates = Candidates()
     with world.agreement():
         candidates = find_candidates(checkpoint)
@@ -205,6 +210,60 @@ def flags_that_differ(config: Config, theirs: Mapping[str, Any]) -> list[str]:
         if name in theirs.get(group, {}) and then != now:
             differing.append(f"{spelling_of(name)} {then} there and {now} here")
     return differing
+
+
+def _find_in_parts(checkpoint: CheckpointConfig, world: World, disk: Disk, announce: Callable[[str], None]) -> ResumeSource:
+    """The same for a checkpoint in parts on the disks of the nodes."""
+    try:
+        may_be_older = checkpoint.load_last_good_checkpoint
+        for directory, step in ((checkpoint.load, checkpoint.ckpt_step), (checkpoint.pretrained_checkpoint, None)):
+            if directory is None:
+                continue
+            finder = PartsFinder(Path(directory), disk, WorldRanks())
+            names, notice = finder.candidates(step, may_be_older=may_be_older)
+            if names:
+                parts, notices = _whole_one(finder, names, world, disk, may_be_older=may_be_older)
+                reader = finder.open(parts, announce)
+                stored = StoredRun.of(checkpoint, parts.folder, parts.manifest)
+                return ResumeSource(reader, stored, tuple(filter(None, [notice, *notices])))
+        if checkpoint.pretrained_checkpoint is not None:
+            why = why_nothing_is_loaded(Path(checkpoint.pretrained_checkpoint))
+            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} {why}; correct the path")
+        check_may_begin_anew(checkpoint)
+    except CheckpointError as error:  # all of them are alike on every rank
+        raise StartupError(str(error)) from error
+    return ResumeSource(None, None)
+
+
+def _whole_one(finder: PartsFinder, names: Sequence[str], world: World, disk: Disk, *, may_be_older: bool) -> tuple[Parts, list[str]]:
+    """The first of the named checkpoints that is whole, and warnings about those before it, which only may_be_older allows.
+
+    With may_be_older it is verified. Raises CheckpointError if there is none.
+    """
+    notices: list[str] = []
+    for name in names:
+        try:
+            parts = finder.find(name)
+        except NotWholeError as error:
+            if not may_be_older:
+                raise CheckpointError(f"{error}; {finder.remedy(name)}") from error
+            notices.append(str(error))
+            continue
+        findings = _findings_on_disks(parts, world, disk) if may_be_older else []
+        if not findings:
+            return parts, [f"WARNING: passed over, because {finding}" for finding in notices]
+        notices += findings
+    raise CheckpointError(
+        f"no checkpoint in {finder.directory} is good: {'; '.join(notices)}; name another folder, or an empty one to start anew"
+    )
+
+
+def _findings_on_disks(parts: Parts, world: World, disk: Disk) -> list[str]:
+    """What is damaged in the files of a checkpoint; the ranks of each disk share its files."""
+    own = [file for file in parts.manifest.files if disk.index in parts.disks_of[file.name]]
+    with CheckpointReader(parts.folder, parts.manifest) as reader:
+        findings = list(reader.verify(own[disk.rank - disk.ranks[0] :: len(disk.ranks)]))
+    return sorted({finding for text in gather_texts("\n".join(findings)) for finding in text.splitlines()})
 
 
 def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, ...]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_zpp import __version__
+from megatron_zpp.checkpoint.disk import Disk
 from megatron_zpp.checkpoint.durable import SHARED_FOLDER, becomes_visible
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import read_sources
@@ -37,6 +38,7 @@ GPU_FILES, HIDDEN_GPUS = "nvidia[0-9]*", ("", "-1", "NoDevFiles")  # in /dev; va
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx_ne_convert")  # as Linux names them
 # cuBLAS promises reproducible results for these values.
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+OR_OF_NODES = ", or --node-local-checkpoints, with which each node saves on its own disk"
 # Paths may be spelled differently on different machines.
 FLAGS_THAT_MAY_DIFFER = {option.name for option in options() if option.flag.unit == "path"}
 
@@ -186,8 +188,8 @@ def check_memory(config: Config, padded_vocab_size: int, grid: Grid, world: Worl
         raise StartupError(mistake)
 
 
-def check_save_is_shared(config: Config, world: World) -> None:
-    """Raises StartupError on every rank if one of them does not see in the folder of --save what rank 0 writes there.
+def check_save_is_shared(config: Config, world: World, disk: Disk) -> None:
+    """Raises StartupError on every rank if one of them does not see in the folder of --save what the first rank of its disk writes there.
 
     Every rank must call it. Without it the mistake would be found at the first save.
     """
@@ -195,15 +197,17 @@ def check_save_is_shared(config: Config, world: World) -> None:
         return
     folder = Path(config.checkpoint.save)
     probe = folder / f".probe_of_run_{gather_texts(secrets.token_hex(4))[0]}"
-    if world.rank == 0:
+    if disk.is_first:
         os.close(create_new(probe))
     gather_texts("made")
     try:
         with world.agreement():
             if not becomes_visible(probe):
-                raise UserError(f"--save {folder} on this rank's machine is not the folder that rank 0 sees; {SHARED_FOLDER}")
+                raise UserError(
+                    f"--save {folder} on this rank's machine is not the folder that rank {disk.ranks[0]} sees; {SHARED_FOLDER}{OR_OF_NODES}"
+                )
     finally:
-        if world.rank == 0:
+        if disk.is_first:
             probe.unlink()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.checkpoint.manifest import CheckpointError, StoredFile
-from megatron_zpp.checkpoint.unfinished import read_record, write_record
+from megatron_zpp.checkpoint.unfinished import Record, read_record, write_record
 
 
 def test_a_rank_that_has_said_that_it_is_done_needs_the_folder_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,8 +22,8 @@ def test_a_rank_that_has_said_that_it_is_done_needs_the_folder_no_longer(tmp_pat
 
     monkeypatch.setattr(Path, "rename", rename_and_seal)
     file = StoredFile("rank_00001.safetensors", 8, 8, (1,))
-    write_record(unfinished, 1, file, [])
-    assert read_record(sealed, 1) == (file, [])
+    write_record(unfinished, 1, Record((file,)))
+    assert read_record(sealed, 1) == Record((file,))
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,10 @@ def test_a_rank_that_has_said_that_it_is_done_needs_the_folder_no_longer(tmp_pat
         ("[" * 100_000, "is nested more than 64 levels deep"),
         ("{", "is not JSON"),
         ("[]", "must be a JSON object"),
-        ("{}", "lacks file"),
-        ('{"file": 3, "pieces": []}', "file must be an object, not 3"),
-        ('{"file": {"name": "a", "nbytes": 8, "header_bytes": 8, "checksums": [1]}, "pieces": 3}', "pieces must be a list, not 3"),
-        ('{"file": {"name": "a", "nbytes": -8, "header_bytes": 8, "checksums": [1]}, "pieces": []}', "nbytes must be a whole number"),
+        ("{}", "lacks files"),
+        ('{"files": [3], "pieces": []}', "files.0. must be an object, not 3"),
+        ('{"files": [{"name": "a", "nbytes": 8, "header_bytes": 8, "checksums": [1]}], "pieces": 3}', "pieces must be a list, not 3"),
+        ('{"files": [{"name": "a", "nbytes": -8, "header_bytes": 8, "checksums": [1]}], "pieces": []}', "nbytes must be a whole number"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_refused_by_its_file(tmp_path: Path, content: str, finding: str) -> None:

@@ -105,7 +105,8 @@ REFUSED = """
     --sgd-momentum 0.9 / --optimizer sgd / --warmup 0.1 / --model-parallel-size 2 / --lion-beta1 0.9 / --muon-momentum 0.9
     --fp32-residual-connection / --fp16-lm-cross-entropy / --calculate-per-token-loss / --fp8-format hybrid / --fp8-margin 0
     --load-tag global_step5 / --reset-iteration / --no-load-lr-state / --override-ckpt-iteration / --non-persistent-save-interval 5
-    --non-persistent-ckpt-type local / --hierarchical-context-parallel-sizes 2 4 / --ds-sequence-parallel-fpdt / --remote-device cpu
+    --non-persistent-ckpt-type local / --non-persistent-local-ckpt-dir x / --non-persistent-local-ckpt-algo atomic
+    --non-persistent-global-ckpt-dir x / --hierarchical-context-parallel-sizes 2 4 / --ds-sequence-parallel-fpdt / --remote-device cpu
     --cpu-offloading-num-layers 4 / --optimizer-offload-fraction 0.5
     --dataloader-type external / --fim-data / --train-data-exact-num-epochs 1
     --train-doc-idx-path x / --train-sample-idx-path x / --train-shuffle-idx-path x / --return-data-index / --random-ltd

@@ -19,7 +19,7 @@ from torch import Tensor
 from harness.run_state import run_state
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import DTYPES
-from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
+from megatron_zpp.checkpoint.unfinished import Record, make_unfinished, seal, write_pieces
 from megatron_zpp.parallel.division import Division, Gradient, HeldRange
 from megatron_zpp.zero.pieces import Piece, pieces_of
 
@@ -115,6 +115,6 @@ def save(folder: Path, whole: Whole, states: Mapping[str, str], world: World, ch
         for rank in world.ranks
     ]
     manifest = Manifest(1, 8, SHAPES, states, run_state(8), {}, {"tensor_ranks": world.tensor_ranks}, {}, chunk_bytes)
-    files, pieces = tuple(file for file, _ in written), tuple(piece for _, of_rank in written for piece in of_rank)
-    seal(folder, replace(manifest, files=files, pieces=pieces))
+    record = Record.joined(written)
+    seal(folder, replace(manifest, files=record.files, pieces=record.pieces))
     return manifest

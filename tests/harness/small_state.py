@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +14,10 @@ from torch import Tensor
 from harness.patience import PATIENCE_SECONDS
 from harness.run_state import run_state
 from harness.worlds import Barrier
+from megatron_zpp.checkpoint.disk import Disk, Gather
 from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
-from megatron_zpp.checkpoint.saver import CheckpointSaver, Gather, SaveOptions, Share
+from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions, Share
 from megatron_zpp.zero.pieces import Piece
 
 SHAPES = {"embedding.weight": (60, 20), "norm.weight": (20,), "head.weight": (20, 90)}
@@ -68,15 +69,46 @@ class Gathering:
 
         return gather
 
+    def lose_a_rank(self) -> None:
+        """Ends every wait with an error, now and later."""
+        self._barrier.abort()
+
+
+def disks_of(world_size: int, count: int, among_firsts: Gathering | None = None) -> list[Disk]:
+    """The disk of each rank of a world, where equally many ranks share each of `count` disks."""
+    among_firsts = among_firsts or Gathering(count)
+    ranks_per_disk = world_size // count
+    return [Disk(rank, world_size, ranks_per_disk, among_firsts.of(rank // ranks_per_disk)) for rank in range(world_size)]
+
 
 class Ranks:
-    """The savers of a small world; `on_each` lets all of them do the same at a time."""
+    """The savers of a small world; `on_each` lets all of them do the same at a time.
 
-    def __init__(self, directory: Path, state: State, world_size: int = 2, options: SaveOptions | None = None) -> None:
-        gathering = Gathering(world_size)
+    directory: several are those of as many disks, each of equally many ranks.
+    """
+
+    def __init__(
+        self, directory: Path | Sequence[Path], state: State, world_size: int = 2, options: SaveOptions | None = None, seed: int = 0
+    ) -> None:
+        directories = [directory] if isinstance(directory, Path) else list(directory)
+        self._gathering = Gathering(world_size)
+        self._among_firsts = Gathering(len(directories))
+        self.disks = disks_of(world_size, len(directories), self._among_firsts)
         self.savers = [
-            CheckpointSaver(directory, share, options or SaveOptions(), gathering.of(share.rank)) for share in shares(state, world_size)
+            CheckpointSaver(
+                directories[disk.index],
+                share,
+                options or SaveOptions(),
+                self._gathering.of(share.rank),
+                disk=disk if disk.count > 1 else None,
+            )
+            for disk, share in zip(self.disks, shares(state, world_size, seed), strict=True)
         ]
+
+    def lose_nodes(self) -> None:
+        """Ends every wait of a rank for others with an error, as connections do that are lost."""
+        self._gathering.lose_a_rank()
+        self._among_firsts.lose_a_rank()
 
     def save(self, iteration: int) -> None:
         """Returns when the state may change."""

@@ -14,11 +14,18 @@ A_CHECKPOINT = needs("load", what="a checkpoint to load")
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: str | None = flag(None, help="Folder to save checkpoints in, on a file system that all ranks share.", unit="path")
+    save: str | None = flag(
+        None, help="Folder to save checkpoints in, on a file system that all ranks share, or see --node-local-checkpoints.", unit="path"
+    )
     load: str | None = flag(
         None,
         help="Folder to load a checkpoint from; if it holds none, the run starts from scratch, unless a flag below needs one.",
         unit="path",
+    )
+    node_local_checkpoints: bool = flag(
+        False,
+        help="The folders of --save and --load are on each node's own disk, and each has the files of its node's ranks.",
+        needs=needs("save", "load", "pretrained_checkpoint", what="a folder of checkpoints"),
     )
     save_interval: int | None = flag(
         None,

@@ -1,0 +1,292 @@
+"""Checkpoints in parts, one on the disk of each node: finds one that is whole, and ends a save that a crash has interrupted.
+
+Every part has the files of its node's ranks, and the manifest of all. Parts belong together if their manifests are the same. A checkpoint
+is whole if each file of its manifest is in one of its parts, on whatever node: what is on a disk counts, and not which ranks are beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatron_zpp.checkpoint.disk import Disk
+from megatron_zpp.checkpoint.folders import (
+    LATEST_FILE,
+    RELEASE,
+    Stage,
+    check_holds_own_checkpoints,
+    final_folders,
+    in_place,
+    iteration_folder,
+    leftovers,
+    put_in_place,
+    read_latest,
+)
+from megatron_zpp.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpointError,
+    Manifest,
+    is_whole,
+    manifest_bytes,
+    manifest_of,
+    marker_json,
+    read_marker,
+)
+from megatron_zpp.checkpoint.other_disks import OtherDisks, Ranks
+from megatron_zpp.checkpoint.reader import CheckpointReader
+
+NAMED_FILES = 3  # of those that are missing, in an error
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What the disk of a node has in a directory of checkpoints.
+
+    latest: the text of LATEST_FILE; None without one. markers: of the folders, by their final names; empty if one cannot be read.
+    fault: why the directory cannot be used; empty if it can.
+    """
+
+    host: str = ""
+    latest: str | None = None
+    markers: Mapping[str, str] = field(default_factory=dict)
+    fault: str = ""
+
+    @classmethod
+    def of(cls, directory: Path) -> Listing:
+        host = socket.gethostname()
+        try:
+            check_holds_own_checkpoints(directory)
+            markers = {final.name: _marker_in(final) for final in final_folders(directory)}
+            return cls(host, read_latest(directory), markers)
+        except (CheckpointError, OSError) as error:
+            return cls(host, fault=str(error))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A checkpoint that is whole. folder: of the rank's own part, which may be missing. disks_of: by file the disks that have it."""
+
+    folder: Path
+    manifest: Manifest
+    disks_of: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class _OwnPart:
+    """What a rank reads of one checkpoint on its disk. folder: in which it is, or would be. identity: empty if there is nothing to use.
+
+    content: of the manifest. files: those of the manifest that are there, if asked for. fault: why it cannot be used.
+    """
+
+    folder: Path
+    manifest: Manifest | None = None
+    content: bytes = b""
+    identity: str = ""
+    files: tuple[str, ...] = ()
+    fault: str = ""
+
+    @classmethod
+    def of(cls, final: Path, *, lists_files: bool) -> _OwnPart:
+        folder = in_place(final)
+        if folder is None:
+            return cls(final)
+        try:
+            content = manifest_bytes(folder)
+            manifest = manifest_of(folder, content)
+        except CheckpointError as error:
+            return cls(folder, fault=error.finding if isinstance(error, DamagedCheckpointError) else str(error))
+        files = tuple(file.name for file in manifest.files if _has(folder, file.name, file.nbytes)) if lists_files else ()
+        return cls(folder, manifest, content, marker_json(content.decode()), files)
+
+
+class NotWholeError(CheckpointError):
+    """The parts of a checkpoint are not all there. The text names nodes and files."""
+
+
+class PartsFinder:
+    """Finds checkpoints in `directory` of all disks. Every rank must make the same calls; errors are alike on all of them."""
+
+    def __init__(self, directory: Path, disk: Disk, ranks: Ranks) -> None:
+        self.directory = directory
+        self._disk = disk
+        self._ranks = ranks
+        own = json.dumps(asdict(Listing.of(directory))) if disk.is_first else ""
+        self.listings = [Listing(**json.loads(text)) for text in filter(None, ranks.gather(own))]
+        for index, listing in enumerate(self.listings):
+            if listing.fault:
+                raise CheckpointError(f"{listing.fault} (on {self._node(index)})")
+
+    @property
+    def names(self) -> list[str]:
+        """The final names of all folders on any disk, newest first, complete or not."""
+        return sorted({name for listing in self.listings for name in listing.markers if name != RELEASE}, key=_iteration, reverse=True)
+
+    def candidates(self, step: int | None, *, may_be_older: bool) -> tuple[list[str], str]:
+        """The names of the folders to load, in order, and a notice about the first; no names without a checkpoint.
+
+        step: the iteration of the first one; None for the latest, which is the highest that a disk names: no disk names one before all
+        have it. may_be_older: whether older ones follow. Raises CheckpointError for a missing iteration, and if a disk names none.
+        """
+        names = self.names
+        if step is not None:
+            first = iteration_folder(self.directory, step).name
+            if first not in names:
+                raise CheckpointError(f"--ckpt-step {step}: no node has a checkpoint of this iteration in {self.directory}; {self._held()}")
+        else:
+            found = [(listing.latest, self._node(index)) for index, listing in enumerate(self.listings) if listing.latest is not None]
+            wrong = next(((text, node) for text, node in found if not _is_name(text)), None)
+            if wrong is not None:
+                text, node = wrong
+                why = f"{self.directory / LATEST_FILE} on {node} holds {text[:40]!r} instead of an iteration"
+                return self._without_latest(why, f"choose one with --ckpt-step; {self._held()}", may_be_older=may_be_older)
+            if not found:
+                why = f"{self.directory} has no {LATEST_FILE} on any node; the newest good checkpoint there is loaded"
+                return (names, f"WARNING: {why}" if names else "") if may_be_older else ([], "")
+            first = max((_folder_name(text) for text, _ in found), key=_iteration)
+        older = [name for name in names if _iteration(name) < _iteration(first)]
+        return [first, *(older if may_be_older else [])], ""
+
+    def _without_latest(self, why: str, remedy: str, *, may_be_older: bool) -> tuple[list[str], str]:
+        if not (may_be_older and self.names):
+            raise CheckpointError(f"{why}; {remedy}")
+        return self.names, f"WARNING: passed over, because {why}"
+
+    def find(self, name: str) -> Parts:
+        """The checkpoint of that name. Raises NotWholeError if there is none that is whole."""
+        own = _OwnPart.of(self.directory / name, lists_files=self._disk.is_first)
+        answers = [json.loads(text) for text in self._ranks.gather(json.dumps([own.identity, own.fault, own.files]))]
+        disks = [[answers[rank] for rank in self._disk.ranks_of(index)] for index in range(self._disk.count)]
+        faults = [next((fault for _, fault, _ in of_disk if fault), "") for of_disk in disks]
+        identities = ["" if fault else of_disk[0][0] for of_disk, fault in zip(disks, faults, strict=True)]
+        problems: list[str] = []
+        for identity in dict.fromkeys(filter(None, identities)):
+            holders = [index for index, other in enumerate(identities) if other == identity]
+            manifest = own.manifest if own.identity == identity else None
+            if any(other != identity for other, _, _ in answers):
+                manifest = self._received(own, identity, self._disk.ranks_of(holders[0])[0])
+            if manifest is None:
+                raise RuntimeError(f"no manifest of {name} has come to rank {self._disk.rank}")
+            disks_of = {file.name: [index for index in holders if file.name in disks[index][0][2]] for file in manifest.files}
+            missing = [file for file, found in disks_of.items() if not found]
+            if not missing:
+                return Parts(own.folder if own.identity == identity else self.directory / name, manifest, disks_of)
+            problems.append(self._about_missing(manifest, missing, holders, identities))
+        problems += [f"{fault} (on {self._node(index)})" for index, fault in enumerate(faults) if fault]
+        raise NotWholeError(f"{self.directory / name} is not whole: {'; '.join(problems) or 'no node has a part of it'}")
+
+    def _received(self, own: _OwnPart, identity: str, source: int) -> Manifest:
+        """The manifest of that identity, which rank `source` sends to all."""
+        nbytes = json.loads(identity)["manifest_bytes"]
+        is_source = self._disk.rank == source
+        content = torch.frombuffer(bytearray(own.content), dtype=torch.uint8) if is_source else torch.empty(nbytes, dtype=torch.uint8)
+        self._ranks.broadcast(content, source)
+        data = content.numpy().tobytes()
+        if marker_json(data.decode()) != identity:
+            raise RuntimeError(f"rank {source} has sent another manifest of {own.folder} than it has read")
+        return manifest_of(own.folder, data)
+
+    def newest_whole(self, names: Sequence[str]) -> str | None:
+        """The first of the names whose checkpoint is whole."""
+        for name in names:
+            try:
+                self.find(name)
+            except NotWholeError:
+                continue
+            return name
+        return None
+
+    def remedy(self, name: str) -> str:
+        """What to do about the checkpoint of that name, which is not whole."""
+        older = self.newest_whole([other for other in self.names if _iteration(other) < _iteration(name)])
+        restore = "bring its missing part back to any node"
+        if older is None:
+            return f"{restore}; no older checkpoint is whole"
+        return f"{restore}, or load iteration {_iteration(older)}, which is whole, with --ckpt-step or --load-last-good-checkpoint"
+
+    def open(self, parts: Parts, announce: Callable[[str], None]) -> CheckpointReader:
+        """A reader of the checkpoint. announce: receives a line about bytes that come from other disks."""
+        others = OtherDisks(parts.folder, self._disk, self._ranks, parts.disks_of, announce)
+        return CheckpointReader(parts.folder, parts.manifest, others)
+
+    def _about_missing(self, manifest: Manifest, missing: Sequence[str], holders: Sequence[int], identities: Sequence[str]) -> str:
+        named = ", ".join(missing[:NAMED_FILES]) + (f" and {len(missing) - NAMED_FILES} more files" if len(missing) > NAMED_FILES else "")
+        without = [self._node(index) for index, identity in enumerate(identities) if not identity]
+        of_another = [self._node(index) for index, identity in enumerate(identities) if identity and index not in holders]
+        words = [
+            f"no node has {named} of {', '.join(self._node(index) for index in holders)} "
+            f"({', '.join(manifest.states)} of {len(missing)} of {len(manifest.files)} files)"
+        ]
+        words += [f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no part of it"] if without else []
+        words += [f"{', '.join(of_another)} {'has' if len(of_another) == 1 else 'have'} that of another save"] if of_another else []
+        return ", ".join(words)
+
+    def _node(self, index: int) -> str:
+        return f"node {index} ({self.listings[index].host})"
+
+    def _held(self) -> str:
+        held = (
+            f"{self._node(index)} has {', '.join(str(_iteration(name)) for name in sorted(listing.markers, key=_iteration)) or 'none'}"
+            for index, listing in enumerate(self.listings)
+        )
+        return ", ".join(held)
+
+
+def finish_interrupted_save(directory: Path, disk: Disk) -> list[int]:
+    """Gives a checkpoint its name on this disk if a save has ended after another disk had named it. Returns the iterations.
+
+    The first rank of every disk must call it, and must hold the lock of its directory. Whatever has its name on one disk was on all disks
+    before, as a folder of stage UNFINISHED at least.
+    """
+    error: Exception | None = None
+    named: dict[str, str] = {}
+    written: list[tuple[Path, Path, str, str]] = []
+    try:
+        if directory.is_dir():
+            named = {final.name: _marker_in(final) for final in final_folders(directory)}
+            unfinished = [left for left in leftovers(directory) if left.stage is Stage.UNFINISHED and is_whole(left.folder)]
+            written = [(left.folder, left.final, left.token, read_marker(left.folder)) for left in unfinished]
+    except (CheckpointError, OSError) as found:
+        error = found
+    named_somewhere = {tuple(pair) for text in disk.gather_firsts(json.dumps(list(named.items()))) for pair in json.loads(text)}
+    if error is not None:
+        raise error
+    finished = []
+    for folder, final, token, marker in written:
+        if (final.name, marker) in named_somewhere and named.get(final.name) != marker:
+            put_in_place(folder, final, token)
+            finished.append(_iteration(final.name))
+    return finished
+
+
+def _marker_in(final: Path) -> str:
+    """The marker of a final folder, or of that which stands for it; empty if it cannot be read."""
+    folder = in_place(final)
+    try:
+        return "" if folder is None else read_marker(folder)
+    except CheckpointError:
+        return ""
+
+
+def _has(folder: Path, name: str, nbytes: int) -> bool:
+    try:
+        return (folder / name).stat().st_size == nbytes
+    except OSError:
+        return False
+
+
+def _is_name(text: str) -> bool:
+    return text == RELEASE or (text.isascii() and text.isdigit() and len(text) < 20)
+
+
+def _folder_name(latest: str) -> str:
+    return RELEASE if latest == RELEASE else iteration_folder(Path(), int(latest)).name
+
+
+def _iteration(name: str) -> int:
+    """The iteration of a folder; -1 of a release, which is older than all."""
+    return -1 if name == RELEASE else int(name.removeprefix("iter_"))

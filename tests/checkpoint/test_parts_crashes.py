@@ -1,0 +1,139 @@
+"""Saves on two disks where one of them dies or fails: the next run finds the old or the new checkpoint whole, at every moment."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from harness.parts import at_call, loaded, on_ranks
+from harness.small_state import Ranks, set_state, state_at
+
+from megatron_zpp.checkpoint import folders, saver, unfinished
+from megatron_zpp.checkpoint.folders import leftovers
+from megatron_zpp.checkpoint.manifest import CheckpointError
+from megatron_zpp.checkpoint.parts import finish_interrupted_save
+from megatron_zpp.checkpoint.saver import SaveOptions
+from megatron_zpp.system.owner import own_token
+
+WORLD_SIZE, NO_SUCH_MOMENT = 4, 200
+WAITING, IN_BACKGROUND = SaveOptions(keep_last=1), SaveOptions(in_background=True, keep_last=1)
+# The node that is hit, how it saves, and whether the save replaces the only checkpoint.
+CASES = [
+    pytest.param(0, WAITING, True, id="node 0, waiting, the same iteration"),
+    pytest.param(1, IN_BACKGROUND, False, id="node 1, in background, a new iteration"),
+    *(
+        pytest.param(victim, options, replaces, marks=pytest.mark.long)
+        for victim in (0, 1)
+        for options in (WAITING, IN_BACKGROUND)
+        for replaces in (False, True)
+        if (victim, options, replaces) not in ((0, WAITING, True), (1, IN_BACKGROUND, False))
+    ),
+]
+
+
+class NodeLost(OSError):
+    """A call on the disk of a node that has died."""
+
+
+def copies(base: Sequence[Path], moment: int) -> list[Path]:
+    return [Path(shutil.copytree(disk, disk.parent / f"moment {moment}" / disk.name)) for disk in base]
+
+
+def next_run(disks: Sequence[Path]) -> int:
+    """The iteration whose state the next run loads from the two disks, which it finds whole. Then it saves as if nothing had happened."""
+    state = state_at(0)
+    ranks = Ranks(disks, state, WORLD_SIZE)
+    firsts = {disk.ranks[0]: disk for disk in ranks.disks if disk.is_first}
+    on_ranks(WORLD_SIZE, lambda rank: finish_interrupted_save(disks[firsts[rank].index], firsts[rank]) if rank in firsts else None)
+    held, nbytes = loaded(disks)
+    assert nbytes == 0
+    set_state(state, 3)
+    ranks.save(3)
+    assert loaded(disks) == (3, 0) and [leftovers(disk) for disk in disks] == [[], []]
+    return held
+
+
+@pytest.mark.parametrize(("victim", "options", "replaces"), CASES)
+def test_a_node_that_dies_at_any_moment_of_a_save_costs_no_checkpoint(
+    tmp_path: Path, victim: int, options: SaveOptions, replaces: bool
+) -> None:
+    base = [tmp_path / "node 0", tmp_path / "node 1"]
+    Ranks(base, state_at(1), WORLD_SIZE).save(1)
+    seen = set()
+    for moment in range(1, NO_SUCH_MOMENT):
+        disks = copies(base, moment)
+        ranks = Ranks(disks, state_at(2), WORLD_SIZE, options)
+
+        def die(ranks: Ranks = ranks) -> None:
+            ranks.lose_nodes()
+            raise NodeLost
+
+        with of_a_process_that_ends(), at_call(disks[victim], moment, die, stays=True) as calls:
+            is_saved = saves(ranks, 1 if replaces else 2)
+        held = next_run(disks)
+        assert held == 2 or not is_saved
+        seen.add(held)
+        shutil.rmtree(disks[0].parent)
+        if len(calls) < moment:
+            break
+    assert moment > 15 and is_saved and seen == {1, 2}
+
+
+@contextmanager
+def of_a_process_that_ends() -> Iterator[None]:
+    """Gives what a save leaves the token of a process that has ended by the end of the block."""
+    token = f"{own_token()}0"
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (folders, saver, unfinished):
+            patch.setattr(module, "own_token", lambda: token)
+        yield
+
+
+def saves(ranks: Ranks, iteration: int) -> bool:
+    """Whether a save ends without an error. Waits for its threads."""
+    try:
+        ranks.save(iteration)
+        ranks.finish()
+    except (CheckpointError, threading.BrokenBarrierError, NodeLost):
+        return False
+    finally:
+        for each in ranks.savers:
+            if each._save is not None:
+                each._save.given_up.set()  # as a process that ends
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
+    return True
+
+
+@pytest.mark.parametrize(("victim", "options", "replaces"), CASES)
+def test_a_call_that_fails_at_any_moment_of_a_save_costs_no_checkpoint_and_the_run_can_save_again(
+    tmp_path: Path, victim: int, options: SaveOptions, replaces: bool
+) -> None:
+    base = [tmp_path / "node 0", tmp_path / "node 1"]
+    Ranks(base, state_at(1), WORLD_SIZE).save(1)
+    outcomes = []
+    for moment in range(1, NO_SUCH_MOMENT):
+        disks = copies(base, moment)
+        state = state_at(2)
+        ranks = Ranks(disks, state, WORLD_SIZE, options)
+
+        def fail() -> None:
+            raise OSError(5, "Input/output error")
+
+        with at_call(disks[victim], moment, fail, stays=False) as calls:
+            outcomes.append(saves(ranks, 1 if replaces else 2))
+        if moment % 2:
+            set_state(state, 4)
+            assert saves(ranks, 4) and loaded(disks) == (4, 0)
+        else:
+            held = next_run(disks)
+            assert held == 2 or not outcomes[-1]
+        shutil.rmtree(disks[0].parent)
+        if len(calls) < moment:
+            break
+    assert len(outcomes) > 15 and outcomes[-1] and not all(outcomes)
