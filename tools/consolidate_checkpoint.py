@@ -17,7 +17,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the weights part by part, and the flags of the run into flags.json."""
-    with open_checkpoint(Path(args.load), args.ckpt_step) as reader:
+    with open_checkpoint(args.load[0], args.ckpt_step, *args.load[1:]) as reader:
         entries = [TensorEntry(name, ELEMENT_TYPES[args.dtype], shape) for name, shape in reader.manifest.shapes.items()]
         with new_folder(Path(args.output)) as folder:
             files = write_parts(folder, entries, lambda entry: reader.weight_in_parts(entry.name, PART_NUMEL), args.max_shard_bytes)

@@ -29,7 +29,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes config.json, the weights and the tokenizer files, and prints what was written."""
-    with open_checkpoint(Path(args.load), args.ckpt_step) as reader:
+    with open_checkpoint(args.load[0], args.ckpt_step, *args.load[1:]) as reader:
         model, padded = model_flags(reader.manifest), padded_vocab_size(reader.manifest)
         data = _data(reader.manifest, args)
         tokenizer = build_tokenizer(data) if data.tokenizer_type is not None else None

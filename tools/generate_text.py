@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 # First, so that Ctrl-C ends what follows in one line.
 from cli.command import add_checkpoint_flags, count_from_0, count_from_1, run_command, text
@@ -31,7 +30,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the prompt and its continuation, up to the end of a document or --max-new-tokens."""
-    reader = open_checkpoint(Path(args.load), args.ckpt_step)
+    reader = open_checkpoint(args.load[0], args.ckpt_step, *args.load[1:])
     data = data_config(reader.manifest, args)
     tokenizer = build_tokenizer(data)
     check_sizes(reader.manifest, tokenizer.vocab_size)

@@ -24,10 +24,9 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the report. Ends with exit code 1 if --verify finds damage."""
-    directory = Path(args.load)
-    if directory.is_dir():
+    for directory in filter(Path.is_dir, args.load):
         print("\n".join(directory_lines(directory)))
-    with open_checkpoint(directory, args.ckpt_step) as reader:
+    with open_checkpoint(args.load[0], args.ckpt_step, *args.load[1:]) as reader:
         print("\n".join(checkpoint_lines(reader)))
         if args.parameters:
             print("\n".join(parameter_lines(reader.manifest)))

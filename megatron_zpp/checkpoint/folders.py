@@ -20,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
-from megatron_zpp.checkpoint.manifest import ITERATION_NAME, MANIFEST_FILE, CheckpointError, is_complete, is_whole
+from megatron_zpp.checkpoint.manifest import ITERATION_NAME, MANIFEST_FILE, CheckpointError, is_complete, is_whole, read_marker
 from megatron_zpp.checkpoint.other_programs import foreign_checkpoint
 from megatron_zpp.system.file_lock import try_lock
 from megatron_zpp.system.near_names import nearest_name
@@ -172,6 +172,15 @@ def read_latest(directory: Path, remedy: str = "correct --load, or choose an ite
     path = directory / LATEST_FILE
     file = OutsideFile(path, str(path), remedy, LatestError, LATEST_BYTES)
     return None if file.is_missing() else file.text().strip()
+
+
+def find_part(folder: Path, directory: Path) -> Path:
+    """The folder in another directory that has a part of the same checkpoint. Raises CheckpointError if there is none."""
+    part = in_place(directory / folder.name)
+    if part is None or read_marker(part) != read_marker(folder):
+        has = "no checkpoint of that name" if part is None else "one of another save"
+        raise CheckpointError(f"--load {folder.parent} {directory}: {directory} has {has} as {folder}; give the folders of one run's nodes")
+    return part
 
 
 def newest_first(directory: Path) -> list[Path]:

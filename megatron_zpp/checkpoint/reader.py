@@ -56,13 +56,22 @@ class CheckpointReader:
     Raises CheckpointError if its manifest cannot be used.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None, others: OtherDisks | None = None) -> None:
-        """manifest: its own, if it has been read. others: disks of other nodes with files of it; then every rank must call `fill`."""
+    def __init__(
+        self, folder: Path, manifest: Manifest | None = None, others: OtherDisks | None = None, beside: Sequence[Path] = ()
+    ) -> None:
+        """manifest: its own, if it has been read. others: disks of other nodes with files of it; then every rank must call `fill`.
+
+        beside: folders on this machine with other parts of the same checkpoint.
+        """
         self.folder = folder
-        self.manifest = manifest or read_manifest(folder)
         self.bytes_read = 0
         self._others = others
-        self._lock = _kept(folder / MANIFEST_FILE)
+        self._parts = (folder, *beside)
+        if manifest is None:
+            manifest = read_manifest(folder)
+            self._check_has_all_parts(manifest)
+        self.manifest = manifest
+        self._locks = [_kept(part / MANIFEST_FILE) for part in self._parts]
         self._index = PieceIndex(self.manifest.pieces, self.manifest.shapes, self.manifest.states, self.manifest.frozen)
         self._files = {file.name: file for file in self.manifest.files}
 
@@ -73,13 +82,28 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
+        for lock in filter(None, self._locks):
+            lock.close()
 
     @property
     def identity(self) -> str:
         """A text that is unique to this checkpoint."""
         return f"{self.folder.name} {read_marker(self.folder)}"
+
+    def _check_has_all_parts(self, manifest: Manifest) -> None:
+        """Raises CheckpointError if nodes have saved on disks of their own, and files of some of them are not here."""
+        if manifest.topology.get("disks", 1) == 1:
+            return
+        missing = [file.name for file in manifest.files if not (self._folder_of(file.name) / file.name).exists()]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder} is a part of a checkpoint on the disks of {manifest.topology['disks']} nodes and lacks {missing[0]}; "
+                "give --node-local-checkpoints to a run, the folders of all nodes to a tool (--load DIR DIR), or copy them into one folder"
+            )
+
+    def _folder_of(self, file: str) -> Path:
+        """The folder of the part that has a file; the first one if none has."""
+        return next((part for part in self._parts if (part / file).exists()), self.folder)
 
     def read(self, parameter: str, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of one state of a flattened parameter, [stop - start] in the state's element type on the CPU.
@@ -180,7 +204,7 @@ class CheckpointReader:
         self._read_chunks(stored, chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE), use)
 
     def _read_chunks(self, stored: StoredFile, chunks: Iterable[ByteRange], use: Callable[[memoryview, int], None]) -> None:
-        file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
+        file = VerifiedFile(self._folder_of(stored.name), stored, self.manifest.chunk_bytes)
         try:
             file.for_each_range(chunks, use)
         finally:

@@ -291,7 +291,8 @@ class CheckpointSaver:
     def _make_checkpoint(self, save: _Save) -> SavedCheckpoint:
         manifest, records = self._what_was_written(save)
         record, own_files = Record.joined(records), records[self._disk.index].files
-        manifest = replace(manifest, files=record.files, pieces=record.pieces)
+        disks = {"disks": self._disk.count} if self._disk.count > 1 else {}
+        manifest = replace(manifest, files=record.files, pieces=record.pieces, topology={**manifest.topology, **disks})
         markers = self._on_all_disks(lambda: seal(save.unfinished, manifest, own_files))
         if len(set(markers)) > 1:
             raise RuntimeError(f"the manifests of the nodes differ: {', '.join(map(str.strip, markers))}")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_zpp.checkpoint.checkpoint_args import MACHINE_FIELDS
-from megatron_zpp.checkpoint.folders import find_checkpoint
+from megatron_zpp.checkpoint.folders import find_checkpoint, find_part
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
 from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -24,14 +24,18 @@ Group = TypeVar("Group", DataConfig, ModelConfig)
 FORMER_MACHINE_FIELDS = {"checkpoint_activations"}  # in checkpoints from before --recompute-granularity
 
 
-def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
-    """The checkpoint of iteration `step`, or the latest if step is None. Raises CheckpointError if there is none."""
+def open_checkpoint(directory: Path, step: int | None, *others: Path) -> CheckpointReader:
+    """The checkpoint of iteration `step`, or the latest if step is None.
+
+    others: further directories, if nodes have saved on their own disks, each with a part of the same checkpoint.
+    Raises CheckpointError if there is none, or if a part is missing.
+    """
     folder = find_checkpoint(directory, step)
     if folder is None:
         raise CheckpointError(
             f"--load {directory} holds no checkpoint; give the folder that --save of the training named, the parent of its iter_ folders."
         )
-    return CheckpointReader(folder)
+    return CheckpointReader(folder, beside=[find_part(folder, other) for other in others])
 
 
 def model_flags(manifest: Manifest) -> ModelConfig:

@@ -52,6 +52,23 @@ def test_it_tells_what_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         assert words in text, words
 
 
+def test_parts_of_several_nodes_are_one_checkpoint_and_one_alone_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nodes = [tmp_path / "node 0", tmp_path / "node 1"]
+    Ranks(nodes, state_at(1)).save(1)
+    code, text = output_of(monkeypatch, capsys, "--load", *nodes, "--verify")
+    stored = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    assert code == 0 and f"verified: all {stored} bytes are as they were written" in text and "disks 2" in text
+    code, text = output_of(monkeypatch, capsys, "--load", nodes[1])
+    assert code == 2 and "is a part of a checkpoint on the disks of 2 nodes and lacks rank_00000.safetensors" in text
+    assert "(--load DIR DIR), or copy them into one folder" in text
+    Ranks(tmp_path / "other", state_at(1)).save(1)
+    for other, has in (("other", "one of another save"), ("missing", "no checkpoint of that name")):
+        code, text = output_of(monkeypatch, capsys, "--load", nodes[0], tmp_path / other)
+        assert code == 2 and f"{tmp_path / other} has {has}" in text
+
+
 def test_damage_is_told_with_the_file_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], directory: Path
 ) -> None:

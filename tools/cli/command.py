@@ -183,7 +183,14 @@ ELEMENT_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose the checkpoint to read."""
-    parser.add_argument("--load", required=True, metavar="DIR", help="folder that --save of the training named")
+    parser.add_argument(
+        "--load",
+        required=True,
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="folder that --save of the training named, or those of several nodes",
+    )
     parser.add_argument("--ckpt-step", type=count_from_0, metavar="N", help="iteration of the checkpoint (default: the latest)")
 
 
