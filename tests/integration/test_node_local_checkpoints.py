@@ -1,4 +1,4 @@
-"""Runs whose nodes keep checkpoints on disks of their own, which are folders here (real ones: test_real_disks)."""
+"""Runs whose nodes keep checkpoints on disks of their own, which are folders here; in test_own_disks they are mounts."""
 
 from __future__ import annotations
 
