@@ -21,6 +21,7 @@ from megatron_zpp.training.hardware import CONSTANTS, GIGABYTE, TERA, planned_ma
 from megatron_zpp.training.members import MEMBERS, PlannedWorld
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, KEPT_INPUTS, OPTIMIZER, OTHER, PAYLOADS, WEIGHTS
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given, plan_run
+from megatron_zpp.training.sharding import checkpoint_bytes, grid_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -125,6 +126,18 @@ def long_samples() -> str:
     needs = {name: plan_run(flags, zero3, LONG_WORLD, LLAMA_VOCABULARY).memory for name, flags in cases.items()}
     lines = [[name, in_gib(need.of(ACTIVATIONS)), in_gib(need.total)] for name, need in needs.items()]
     return in_table(["tokens of a sample", "activations", "memory per rank"], lines)
+
+
+def saves() -> str:
+    """What a save of lean sends between two nodes, and how long the link is busy with it."""
+    config = resolve(llama("--zeropp lean --micro-batch-size 1 --global-batch-size 16"), 16, 8)
+    whole = checkpoint_bytes(config, grid_of(config, 16), LLAMA_VOCABULARY)
+    rates = (1, 10, 100)
+    lines = []
+    for place, share in {"one of the two nodes": 0.5, "each node (`--node-local-checkpoints`)": 0.0}.items():
+        seconds = (f"{share * whole * 8 / (rate * GIGABYTE):.4g} s" for rate in rates)
+        lines.append([place, f"{whole / GIGABYTE:.4g} GB", f"{share * whole / GIGABYTE:.4g} GB", *seconds])
+    return in_table(["the disk is that of", "checkpoint", "between nodes", *(f"at {rate} Gbit/s" for rate in rates)], lines)
 
 
 # ---- 7 billion parameters on 8 GPUs of 24 GB
@@ -235,6 +248,7 @@ def _code(flags: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "recomputed": recomputed,
     "kept_inputs": kept_inputs,
+    "saves": saves,
     "long_memory": long_memory,
     "long_traffic": long_traffic,
     "long_sizes": long_sizes,

@@ -19,7 +19,7 @@ from megatron_zpp.config.resolve import resolve_in
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import embedding_rows, tokenizer_of_run
-from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_zpp.model.flops import hardware_flops, model_flops
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
@@ -27,7 +27,7 @@ from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.plan_words import mfu, model_in_words, model_teraflops, rounded, tokens_per_second, wrapped
 from megatron_zpp.training.sample_order import order_notices
-from megatron_zpp.training.sharding import grid_of, saved_bytes, shape_of
+from megatron_zpp.training.sharding import checkpoint_bytes, grid_of, shape_of
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def described_plan(given: Config, launch: Launch) -> str:
         "bytes per iteration": _bytes(plan),
         "operations": _operations(plan, world),
         "time": _time(plan, world),
-        "checkpoint": _checkpoint(plan),
+        "checkpoint": _checkpoint(plan, world),
     }
     device = config.plan.device.upper()
     groups = _groups(config)
@@ -273,9 +273,20 @@ def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:
     )
 
 
-def _checkpoint(plan: RunPlan) -> str:
-    """Bytes of a checkpoint; empty without --save."""
+def _checkpoint(plan: RunPlan, world: PlannedWorld) -> str:
+    """Bytes of a checkpoint, and those of them that a save sends between nodes; empty without --save."""
     if plan.config.checkpoint.save is None:
         return ""
-    nbytes = saved_bytes(plan.config, plan.grid) * parameter_count(plan.config.model, plan.padded_vocab_size)
-    return f"{nbytes / GIGABYTE:.4g} GB each"
+    whole = checkpoint_bytes(plan.config, plan.grid, plan.padded_vocab_size)
+    each = f"{whole / GIGABYTE:.4g} GB each"
+    if world.nodes == 1:
+        return each
+    if plan.config.checkpoint.node_local_checkpoints:
+        return f"{each}, {whole / world.nodes / GIGABYTE:.4g} GB on the disk of each node; a save sends none of them between nodes"
+    crossing = whole * (world.nodes - 1) / world.nodes
+    rate = plan.config.plan.inter_gigabits
+    seconds = "" if rate is None else f", in {crossing * 8 / (rate * GIGABYTE):.4g} s"
+    return (
+        f"{each}; if one of the nodes has the disk, a save sends {crossing / GIGABYTE:.4g} GB between nodes{seconds} "
+        "(none with --node-local-checkpoints)"
+    )

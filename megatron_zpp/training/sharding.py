@@ -6,6 +6,7 @@ from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
 from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
 from megatron_zpp.config.rules_zero import partition_ranks
 from megatron_zpp.config.schema import Config, PrecisionConfig, ZeroConfig
+from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.layout import FlatLayout
@@ -71,6 +72,11 @@ def saved_bytes(config: Config, grid: Grid) -> int:
         return _FP32_BYTES
     keeps_copy = choose_policy(config.zero).in_world(grid.ladder).keeps_copy
     return _FP32_BYTES * (1 + len(MOMENTS)) + (element_bytes(config.precision) if keeps_copy else 0)
+
+
+def checkpoint_bytes(config: Config, grid: Grid, padded_vocab_size: int) -> int:
+    """Bytes of a checkpoint."""
+    return saved_bytes(config, grid) * parameter_count(config.model, padded_vocab_size)
 
 
 def grid_of(config: Config, world_size: int) -> Grid:

@@ -14,6 +14,7 @@ import plan_run
 import pytest
 from harness.megatron_files import random_model, write_legacy
 from harness.pages import FENCED, Command, command_of, commands, text_of
+from harness.parts import all_in
 from harness.rank_pool import RankPool
 from harness.reader import ENTRY, SIZES, Reader
 from harness.small_gpt import LLAMA
@@ -36,9 +37,13 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 @pytest.fixture(scope="module")
 def trained(reader: Reader, ranks: RankPool) -> Reader:
-    """The same reader after README's training, interrupted on two ranks of one node and resumed with ZeRO++ on two nodes of two."""
+    """The same reader after README's training, interrupted on two ranks of one node and resumed with ZeRO++ on two nodes of two.
+
+    The parts of the nodes are then copied into one folder.
+    """
     reader.train(command_of(README, "torchrun --nproc_per_node 4"), ranks, 1, 2, "--exit-interval 2")
     reader.train(command_of(README, "MASTER_ADDR=node0 NODES=2 NODE_RANK=0 bash scripts/torchrun_nodes.sh"), ranks, 2, 2)
+    all_in([reader.folder / "my_checkpoints_of_node_1"], reader.folder / "my_checkpoints")
     return reader
 
 

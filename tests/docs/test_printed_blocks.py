@@ -26,6 +26,7 @@ DATA = "docs/data.md"
 # Blocks that are no commands: page and beginning, with the test of what they show, or the reason why there is none.
 BLOCKS = {
     (CHECKPOINTS, "DIR/latest"): "tests/docs/test_commands_run.py, by the files of a checkpoint",
+    (CHECKPOINTS, "on node 0"): "tests/checkpoint/test_parts.py, by the files of every disk",
     (CHECKPOINTS, '"shapes"'): "test_a_matrix_in_two_parts_of_columns_is_read_as_it_is_drawn",
     (CHECKPOINTS, "import json"): "tests/checkpoint/test_resharding.py, and by the drawn matrix",
     (FSDP2, "import torch"): "test_the_program_for_a_module_of_your_own_trains_on_two_ranks_and_goes_on_from_what_it_saved",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from itertools import pairwise
 from pathlib import Path
 
 from harness.forked import Forked
@@ -58,10 +60,21 @@ class Reader:
         return done.stdout
 
     def train(self, command: Command, ranks: RankPool, nodes: int, ranks_per_node: int, more: str = "") -> str:
-        """What the ranks print that torchrun would start, with small sizes and then the flags `more`. Raises RuntimeError if one fails."""
+        """What the ranks print that torchrun would start, with small sizes and then the flags `more`. Raises RuntimeError if one fails.
+
+        With --node-local-checkpoints node n > 0 has its folder DIR at DIR_of_node_n, because all nodes are on this machine.
+        """
         words = command.words[command.words.index(ENTRY) + 1 :] if ENTRY in command.words else command.words[2:]
-        done = ranks.run(nodes, ranks_per_node, entry_in, str(self.folder), [*words, *SIZES[ENTRY].split(), *more.split()])
+        done = ranks.run(nodes, ranks_per_node, entry_on_a_node, str(self.folder), [*words, *SIZES[ENTRY].split(), *more.split()])
         printed = "".join(text for _, text in done)
         if any(code != 0 for code, _ in done):
             raise RuntimeError(f"{command.text}\n{printed}")
         return printed
+
+
+def entry_on_a_node(folder: str, flags: list[str]) -> tuple[int, str]:
+    """The exit code of the entry on this rank, and what it printed."""
+    node = int(os.environ["RANK"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+    if node and "--node-local-checkpoints" in flags:
+        flags = [f"{word}_of_node_{node}" if before in ("--save", "--load") else word for before, word in pairwise(["", *flags])]
+    return entry_in(folder, flags)

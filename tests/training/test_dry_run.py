@@ -148,7 +148,13 @@ def test_lean_is_described_by_its_parts_and_each_direction_crosses_between_nodes
     crossing = [re.findall(r"weights (\S+), gradients (\S+)\)", parts["bytes per iteration"])[0] for parts in (once, several)]
     assert crossing[0] == crossing[1] and crossing[0][0] == crossing[0][1]
     parameters = int(once["parameters"].split()[0])
-    assert once["checkpoint"] == f"{14 * parameters / 1e9:.4g} GB each"  # main weight, two moments, and a copy in bf16
+    whole = f"{14 * parameters / 1e9:.4g} GB each"  # main weight, two moments, and a copy in bf16
+    half = f"{7 * parameters / 1e9:.4g} GB"
+    assert once["checkpoint"].startswith(f"{whole}; if one of the nodes has the disk, a save sends {half} between nodes (none with")
+    own_disks = parts_of(f"{flags} --global-batch-size 4 --node-local-checkpoints")["checkpoint"]
+    assert own_disks == f"{whole}, {half} on the disk of each node; a save sends none of them between nodes"
+    timed = parts_of(f"{flags} --global-batch-size 4 --inter-gigabits 0.5 --teraflops 1")["checkpoint"]
+    assert f"sends {half} between nodes, in {7 * parameters * 8 / 0.5e9:.4g} s (none" in timed
 
 
 def test_tokens_of_a_batch_that_grows_are_those_of_its_samples() -> None:
