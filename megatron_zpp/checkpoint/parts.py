@@ -217,10 +217,8 @@ class PartsFinder:
         named = ", ".join(missing[:NAMED_FILES]) + (f" and {len(missing) - NAMED_FILES} more files" if len(missing) > NAMED_FILES else "")
         without = [self._node(index) for index, identity in enumerate(identities) if not identity]
         of_another = [self._node(index) for index, identity in enumerate(identities) if identity and index not in holders]
-        words = [
-            f"no node has {named} of {', '.join(self._node(index) for index in holders)} "
-            f"({', '.join(manifest.states)} of {len(missing)} of {len(manifest.files)} files)"
-        ]
+        words = [f"no node has {named} ({', '.join(manifest.states)} in {len(missing)} of {len(manifest.files)} files)"]
+        words[0] += f", which {', '.join(map(self._node, holders))} {'names' if len(holders) == 1 else 'name'}"
         words += [f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no part of it"] if without else []
         words += [f"{', '.join(of_another)} {'has' if len(of_another) == 1 else 'have'} that of another save"] if of_another else []
         return ", ".join(words)
@@ -250,7 +248,7 @@ def finish_interrupted_save(directory: Path, disk: Disk) -> list[int]:
             named = {final.name: _marker_in(final) for final in final_folders(directory)}
             unfinished = [left for left in leftovers(directory) if left.stage is Stage.UNFINISHED and is_whole(left.folder)]
             written = [(left.folder, left.final, left.token, read_marker(left.folder)) for left in unfinished]
-    except (CheckpointError, OSError) as found:
+    except Exception as found:  # whatever it is, other disks must not wait for this one
         error = found
     named_somewhere = {tuple(pair) for text in disk.gather_firsts(json.dumps(list(named.items()))) for pair in json.loads(text)}
     if error is not None:

@@ -52,7 +52,7 @@ class Wanted:
 class CheckpointReader:
     """One checkpoint, open for reading until the end of a `with` block. So long, runs that share the folder do not delete it.
 
-    bytes_read: read from its files on this disk so far.
+    bytes_read: read from its files on this disk so far. identity: a text that is unique to this checkpoint; empty if others have found it.
     Raises CheckpointError if its manifest cannot be used.
     """
 
@@ -67,8 +67,10 @@ class CheckpointReader:
         self.bytes_read = 0
         self._others = others
         self._parts = (folder, *beside)
+        self.identity = ""
         if manifest is None:
             manifest = read_manifest(folder)
+            self.identity = f"{folder.name} {read_marker(folder)}"
             self._check_has_all_parts(manifest)
         self.manifest = manifest
         self._locks = [_kept(part / MANIFEST_FILE) for part in self._parts]
@@ -84,11 +86,6 @@ class CheckpointReader:
     def close(self) -> None:
         for lock in filter(None, self._locks):
             lock.close()
-
-    @property
-    def identity(self) -> str:
-        """A text that is unique to this checkpoint."""
-        return f"{self.folder.name} {read_marker(self.folder)}"
 
     def _check_has_all_parts(self, manifest: Manifest) -> None:
         """Raises CheckpointError if nodes have saved on disks of their own, and files of some of them are not here."""
@@ -213,10 +210,10 @@ class CheckpointReader:
 
 
 def _kept(manifest: Path) -> BufferedReader | None:
-    """The open file of a manifest, which keeps runs that share its folder from deleting it; None if it is not on this disk."""
+    """The open file of a manifest, which keeps runs that share its folder from deleting it; None if it cannot be opened here."""
     try:
         file = open(open_regular(manifest), "rb")
-    except FileNotFoundError:
+    except OSError:
         return None
     with suppress(OSError):  # some file systems have no locks
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -223,7 +223,8 @@ def _find_in_parts(checkpoint: CheckpointConfig, world: World, disk: Disk, annou
             names, notice = finder.candidates(step, may_be_older=may_be_older)
             if names:
                 parts, notices = _whole_one(finder, names, world, disk, may_be_older=may_be_older)
-                reader = finder.open(parts, announce)
+                with world.agreement():
+                    reader = finder.open(parts, announce)
                 stored = StoredRun.of(checkpoint, parts.folder, parts.manifest)
                 return ResumeSource(reader, stored, tuple(filter(None, [notice, *notices])))
         if checkpoint.pretrained_checkpoint is not None:
