@@ -168,6 +168,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         printer.milestone("after dataloaders are built")
         engine = setup.build_engine(config, model, links, instruments)
         with world.agreement():
+            # With --node-local-checkpoints ranks wait for each other here: whatever is wrong before that is so on every rank.
             progress = start.load_progress(config, engine, source)
             config = start.with_remaining_batches(config, progress, links.grid.sample_groups)
         here = reading_of_run(config, vocabulary, datasets, progress.consumed_samples)

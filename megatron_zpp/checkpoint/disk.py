@@ -12,13 +12,17 @@ Gather = Callable[[str], list[str]]
 class Disk:
     """The disk on which `rank` saves. Consecutive ranks share one; the first of them makes and names its folders.
 
-    gather_firsts: returns the texts of the first ranks of all disks, in the order of the disks. Only these ranks call it, in any thread.
+    gather_firsts: returns the texts of the first ranks of all disks, in the order of the disks. Only these ranks call it.
+    gather_in_background: the same for another thread, one at a time, which may wait without a limit.
+    limit_seconds: how long the main thread waits for that thread, once all files are written; None without a limit.
     """
 
     rank: int
     world_size: int
     ranks_per_disk: int
     gather_firsts: Gather = lambda text: [text]
+    gather_in_background: Gather = lambda text: [text]
+    limit_seconds: float | None = None
 
     @classmethod
     def of_all(cls, rank: int, world_size: int) -> Disk:

@@ -111,7 +111,8 @@ def final_folders(directory: Path) -> list[Path]:
 def check_holds_own_checkpoints(directory: Path) -> None:
     """Raises CheckpointError if the directory is itself a checkpoint, or if another program wrote the checkpoints that it holds."""
     _refuse_a_checkpoint(directory, "--ckpt-step")
-    _refuse_other_programs(directory)
+    if not any((final / MANIFEST_FILE).is_file() for final in final_folders(directory)):
+        _refuse_other_programs(directory)
 
 
 def meant_instead_of(directory: Path) -> str:

@@ -7,8 +7,10 @@ is whole if each file of its manifest is in one of its parts, on whatever node: 
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from megatron_zpp.checkpoint.disk import Disk
 from megatron_zpp.checkpoint.folders import (
     LATEST_FILE,
     RELEASE,
+    Leftover,
     Stage,
     check_holds_own_checkpoints,
     final_folders,
@@ -39,6 +42,7 @@ from megatron_zpp.checkpoint.manifest import (
 )
 from megatron_zpp.checkpoint.other_disks import OtherDisks, Ranks
 from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.system.owner import own_token
 
 NAMED_FILES = 3  # of those that are missing, in an error
 
@@ -47,12 +51,13 @@ NAMED_FILES = 3  # of those that are missing, in an error
 class Listing:
     """What the disk of a node has in a directory of checkpoints.
 
-    latest: the text of LATEST_FILE; None without one. markers: of the folders, by their final names; empty if one cannot be read.
+    latest: the text of LATEST_FILE; None without one. wrong_latest: why it names no iteration. markers: see `_named_in`.
     fault: why the directory cannot be used; empty if it can.
     """
 
     host: str = ""
     latest: str | None = None
+    wrong_latest: str = ""
     markers: Mapping[str, str] = field(default_factory=dict)
     fault: str = ""
 
@@ -61,10 +66,18 @@ class Listing:
         host = socket.gethostname()
         try:
             check_holds_own_checkpoints(directory)
-            markers = {final.name: _marker_in(final) for final in final_folders(directory)}
-            return cls(host, read_latest(directory), markers)
+            markers = _named_in(directory)
         except (CheckpointError, OSError) as error:
             return cls(host, fault=str(error))
+        try:
+            latest = read_latest(directory, "choose an iteration with --ckpt-step")
+        except CheckpointError as error:
+            return cls(host, None, str(error), markers)
+        if latest is None or _is_name(latest):
+            return cls(host, latest, "", markers)
+        return cls(
+            host, None, f"{directory / LATEST_FILE} holds {latest[:40]!r} instead of an iteration; choose one with --ckpt-step", markers
+        )
 
 
 @dataclass(frozen=True)
@@ -91,8 +104,10 @@ class _OwnPart:
     fault: str = ""
 
     @classmethod
-    def of(cls, final: Path, *, lists_files: bool) -> _OwnPart:
-        folder = in_place(final)
+    def of(cls, final: Path, named: AbstractSet[str], *, lists_files: bool) -> _OwnPart:
+        """named: the markers that have this name on any disk. One of them that has it not yet here takes the place of an older one."""
+        written = [left.folder for left in _written_in(final.parent) if left.final == final and _marker_of(left.folder) in named]
+        folder = written[0] if written else in_place(final)
         if folder is None:
             return cls(final)
         try:
@@ -138,27 +153,26 @@ class PartsFinder:
             if first not in names:
                 raise CheckpointError(f"--ckpt-step {step}: no node has a checkpoint of this iteration in {self.directory}; {self._held()}")
         else:
-            found = [(listing.latest, self._node(index)) for index, listing in enumerate(self.listings) if listing.latest is not None]
-            wrong = next(((text, node) for text, node in found if not _is_name(text)), None)
-            if wrong is not None:
-                text, node = wrong
-                why = f"{self.directory / LATEST_FILE} on {node} holds {text[:40]!r} instead of an iteration"
-                return self._without_latest(why, f"choose one with --ckpt-step; {self._held()}", may_be_older=may_be_older)
-            if not found:
+            for index, listing in enumerate(self.listings):
+                if listing.wrong_latest:
+                    return self._without_latest(f"{listing.wrong_latest} (on {self._node(index)})", may_be_older=may_be_older)
+            named = [listing.latest for listing in self.listings if listing.latest is not None]
+            if not named:
                 why = f"{self.directory} has no {LATEST_FILE} on any node; the newest good checkpoint there is loaded"
                 return (names, f"WARNING: {why}" if names else "") if may_be_older else ([], "")
-            first = max((_folder_name(text) for text, _ in found), key=_iteration)
+            first = max(map(_folder_name, named), key=_iteration)
         older = [name for name in names if _iteration(name) < _iteration(first)]
         return [first, *(older if may_be_older else [])], ""
 
-    def _without_latest(self, why: str, remedy: str, *, may_be_older: bool) -> tuple[list[str], str]:
+    def _without_latest(self, why: str, *, may_be_older: bool) -> tuple[list[str], str]:
         if not (may_be_older and self.names):
-            raise CheckpointError(f"{why}; {remedy}")
+            raise CheckpointError(f"{why}; {self._held()}")
         return self.names, f"WARNING: passed over, because {why}"
 
     def find(self, name: str) -> Parts:
         """The checkpoint of that name. Raises NotWholeError if there is none that is whole."""
-        own = _OwnPart.of(self.directory / name, lists_files=self._disk.is_first)
+        named = {listing.markers.get(name, "") for listing in self.listings}
+        own = _OwnPart.of(self.directory / name, named, lists_files=self._disk.is_first)
         answers = [json.loads(text) for text in self._ranks.gather(json.dumps([own.identity, own.fault, own.files]))]
         disks = [[answers[rank] for rank in self._disk.ranks_of(index)] for index in range(self._disk.count)]
         faults = [next((fault for _, fault, _ in of_disk if fault), "") for of_disk in disks]
@@ -228,44 +242,64 @@ class PartsFinder:
 
     def _held(self) -> str:
         held = (
-            f"{self._node(index)} has {', '.join(str(_iteration(name)) for name in sorted(listing.markers, key=_iteration)) or 'none'}"
+            f"{self._node(index)} has {', '.join(map(_word, sorted(listing.markers, key=_iteration))) or 'none'}"
             for index, listing in enumerate(self.listings)
         )
         return ", ".join(held)
 
 
-def finish_interrupted_save(directory: Path, disk: Disk) -> list[int]:
-    """Gives a checkpoint its name on this disk if a save has ended after another disk had named it. Returns the iterations.
+def finish_interrupted_save(directory: Path, disk: Disk, check_lock: Callable[[], None] = lambda: None) -> list[str]:
+    """Gives a checkpoint its name on this disk if a save has ended after another disk had named it. Returns the names.
 
-    The first rank of every disk must call it, and must hold the lock of its directory. Whatever has its name on one disk was on all disks
-    before, as a folder of stage UNFINISHED at least.
+    Whatever has its name on one disk was on all disks before, as a folder of stage UNFINISHED at least. Such a folder of this process that
+    no disk has named is deleted, because no save is under way. The first rank of every disk must call it, and must hold the lock of its
+    directory. Raises CheckpointError on all of them, and changes nothing, if one cannot look at its directory or has lost its lock.
     """
-    error: Exception | None = None
-    named: dict[str, str] = {}
-    written: list[tuple[Path, Path, str, str]] = []
+    error, named = "", dict[str, str]()
+    written: list[tuple[Leftover, str]] = []
     try:
-        if directory.is_dir():
-            named = {final.name: _marker_in(final) for final in final_folders(directory)}
-            unfinished = [left for left in leftovers(directory) if left.stage is Stage.UNFINISHED and is_whole(left.folder)]
-            written = [(left.folder, left.final, left.token, read_marker(left.folder)) for left in unfinished]
+        check_lock()
+        named = _named_in(directory)
+        written = [(left, read_marker(left.folder)) for left in _written_in(directory)]
     except Exception as found:  # whatever it is, other disks must not wait for this one
-        error = found
-    named_somewhere = {tuple(pair) for text in disk.gather_firsts(json.dumps(list(named.items()))) for pair in json.loads(text)}
-    if error is not None:
-        raise error
+        error = str(found)
+    answers = [json.loads(text) for text in disk.gather_firsts(json.dumps([error, list(named.items())]))]
+    if errors := [f"{error} (on node {index})" for index, (error, _) in enumerate(answers) if error]:
+        raise CheckpointError("\n".join(errors))
+    named_somewhere = {tuple(pair) for _, pairs in answers for pair in pairs}
     finished = []
-    for folder, final, token, marker in written:
-        if (final.name, marker) in named_somewhere and named.get(final.name) != marker:
-            put_in_place(folder, final, token)
-            finished.append(_iteration(final.name))
+    for left, marker in written:
+        if (left.final.name, marker) in named_somewhere and named.get(left.final.name) != marker:
+            try:
+                put_in_place(left.folder, left.final, left.token)
+            except OSError as failure:
+                raise CheckpointError(f"{left.folder} cannot be renamed to {left.final.name} ({failure.strerror})") from failure
+            finished.append(left.final.name)
+        elif left.token == own_token():
+            shutil.rmtree(left.folder, ignore_errors=True)
     return finished
+
+
+def _named_in(directory: Path) -> dict[str, str]:
+    """The markers of all checkpoints in a directory, which may be missing, by their final names; empty if one cannot be read."""
+    return {final.name: _marker_in(final) for final in final_folders(directory)}
+
+
+def _written_in(directory: Path) -> list[Leftover]:
+    """The folders in a directory of which all is written, and which have no name yet."""
+    found = leftovers(directory) if directory.is_dir() else []
+    return [left for left in found if left.stage is Stage.UNFINISHED and is_whole(left.folder)]
 
 
 def _marker_in(final: Path) -> str:
     """The marker of a final folder, or of that which stands for it; empty if it cannot be read."""
     folder = in_place(final)
+    return "" if folder is None else _marker_of(folder)
+
+
+def _marker_of(folder: Path) -> str:
     try:
-        return "" if folder is None else read_marker(folder)
+        return read_marker(folder)
     except CheckpointError:
         return ""
 
@@ -283,6 +317,11 @@ def _is_name(text: str) -> bool:
 
 def _folder_name(latest: str) -> str:
     return RELEASE if latest == RELEASE else iteration_folder(Path(), int(latest)).name
+
+
+def _word(name: str) -> str:
+    """What --ckpt-step calls a folder; the word `release` of one."""
+    return name if name == RELEASE else str(_iteration(name))
 
 
 def _iteration(name: str) -> int:

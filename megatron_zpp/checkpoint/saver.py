@@ -14,9 +14,9 @@ In steps 2 to 7 of an asynchronous save no rank waits in a collective of the wor
 of rank 0 polls for the files of step 3.
 
 Where every node has a disk of its own, the first rank of each node does what rank 0 does here. These ranks tell each other what is in
-their records, so that every manifest names the files of all nodes, and none begins with step 5, 6 or 7 before all have done the one
-before. So a checkpoint that some `latest` names is on all disks. One that a crash leaves with its name on some disks only has been written
-on all; `parts.finish_interrupted_save` names it on the others.
+their records, so that every manifest names the files of all nodes. None begins with step 5, 6 or 7 before all have done the one before, so
+a checkpoint that some `latest` names is on all disks. One that a crash leaves with its name on some disks only has been written on all;
+`parts.finish_interrupted_save` names it on the others.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class SavedCheckpoint:
 class _Save:
     """A save in progress. others: of Share, once they are on disk.
 
-    copied: this rank's state is in the snapshot. written: this rank's files are on disk. sealed: all files and manifests are, on all disks.
+    copied: this rank's state is in the snapshot. written: this rank's files are on disk. sealed: so are all files of this disk, with the
+    manifest of all disks.
     finished: the first rank of this disk has completed the checkpoint.
     """
 
@@ -191,7 +192,7 @@ class CheckpointSaver:
             self._save.copied.result()
 
     def check(self) -> SavedCheckpoint | None:
-        """The checkpoint finished since the last call, or None. Only rank 0 gets one; the other ranks learn of it in `finish`.
+        """The checkpoint finished since the last call, or None. The first rank of a disk gets one; the others learn of it in `finish`.
 
         Call it after every step; it does not wait. Raises the errors of this rank's background thread.
         """
@@ -213,8 +214,8 @@ class CheckpointSaver:
             return None
         save, was_reported = self._save, self._is_reported
         self._wait_until_all_wrote(save)
-        error = _error_text(save.finished.result) if self._disk.is_first else ""
-        # What is on every disk may have its name on some of them, and then the next save or run names it on the others.
+        error = self._error_of_first(save) if self._disk.is_first else ""
+        # Another disk may have named what is sealed here. The next save, or the next run, asks all of them.
         self._raise_if_any_failed(error, save.unfinished, is_kept=self._disk.count > 1 and save.sealed.is_set())
         self._save, self._is_reported = None, True
         return save.finished.result() if self._share.rank == 0 and not was_reported else None
@@ -226,9 +227,17 @@ class CheckpointSaver:
         except CheckpointError:
             save.given_up.set()
             if self._disk.is_first and self._snapshot is not None:
-                save.finished.exception()  # its thread may still be telling the other disks
+                self._error_of_first(save)  # its thread may still be telling the other disks
             raise
         save.all_written.set()
+
+    def _error_of_first(self, save: _Save) -> str:
+        """The text of the error with which this first rank's part of the save has ended, or an empty string."""
+        try:
+            save.finished.exception(self._disk.limit_seconds)
+        except TimeoutError:
+            raise RuntimeError(f"the disks of other nodes have not finished a save within {self._disk.limit_seconds:.0f} s") from None
+        return _error_text(save.finished.result)
 
     def _raise_if_any_failed(self, error: str, unfinished: Path, *, is_kept: bool = False) -> None:
         """Raises CheckpointError on every rank, and deletes the unfinished folder unless it is kept, if any rank has an error."""
@@ -245,6 +254,8 @@ class CheckpointSaver:
     def _create_folder(self, final: Path) -> str:
         """Creates the unfinished folder and returns its token. Checks that every rank sees the folder and that the disk has room."""
         token, error = "", ""
+        if self._disk.count > 1:
+            self._finish_interrupted_save()
         if self._disk.is_first:
             token = own_token()
             error = _error_text(lambda: self._make_folder(staged_folder(final, Stage.UNFINISHED, token)))
@@ -261,9 +272,16 @@ class CheckpointSaver:
         self._raise_if_any_failed(_error_text(lambda: check_room(folder, needed_bytes)), folder)
         return token
 
+    def _finish_interrupted_save(self) -> None:
+        """Raises CheckpointError on every rank, before anything is deleted, if a checkpoint does not get its name on a disk."""
+        error = ""
+        if self._disk.is_first:
+            error = _error_text(lambda: finish_interrupted_save(self.directory, self._disk, self._check_lock))
+        errors = self._gather(error)
+        if any(errors):
+            raise CheckpointError(joined_errors(errors))
+
     def _make_folder(self, unfinished: Path) -> None:
-        if self._disk.count > 1:
-            finish_interrupted_save(self.directory, self._disk)  # it tells the other disks, so no error may come before it
         self._check_lock()
         make_unfinished(unfinished)
 
@@ -293,12 +311,12 @@ class CheckpointSaver:
         record, own_files = Record.joined(records), records[self._disk.index].files
         disks = {"disks": self._disk.count} if self._disk.count > 1 else {}
         manifest = replace(manifest, files=record.files, pieces=record.pieces, topology={**manifest.topology, **disks})
-        markers = self._on_all_disks(lambda: seal(save.unfinished, manifest, own_files))
+        markers = self._on_all_disks(lambda: self._seal(save, manifest, own_files))
         if len(set(markers)) > 1:
             raise RuntimeError(f"the manifests of the nodes differ: {', '.join(map(str.strip, markers))}")
-        save.sealed.set()
         self._on_all_disks(lambda: self._put_in_place(save))
-        not_deleted = {iteration for of_disk in self._on_all_disks(lambda: self._move_latest(save)) for iteration in of_disk}
+        self._on_all_disks(lambda: move_latest(self.directory, str(manifest.iteration)))
+        not_deleted = {iteration for of_disk in self._on_all_disks(lambda: self._delete_old(save)) for iteration in of_disk}
         seconds = time.monotonic() - save.started
         return SavedCheckpoint(manifest.iteration, sum(file.nbytes for file in record.files), seconds, tuple(sorted(not_deleted)))
 
@@ -325,20 +343,21 @@ class CheckpointSaver:
         future: Future[Result] = Future()
         _resolve(future, task)
         error = _error_text(future.result)
-        answers = [json.loads(text) for text in self._disk.gather_firsts(json.dumps([None if error else future.result(), error]))]
+        gather = self._disk.gather_firsts if self._snapshot is None else self._disk.gather_in_background
+        answers = [json.loads(text) for text in gather(json.dumps([None if error else future.result(), error]))]
         errors = [f"{error} (on node {index})" for index, (_, error) in enumerate(answers) if error]
         if errors:
             raise CheckpointError("\n".join(errors))
         return [answer for answer, _ in answers]
 
+    def _seal(self, save: _Save, manifest: Manifest, own_files: Sequence[StoredFile]) -> str:
+        marker = seal(save.unfinished, manifest, own_files)
+        save.sealed.set()
+        return marker
+
     def _put_in_place(self, save: _Save) -> None:
         self._check_lock()
         put_in_place(save.unfinished, iteration_folder(self.directory, save.manifest.iteration), save.token)
-
-    def _move_latest(self, save: _Save) -> tuple[int, ...]:
-        """Returns the iterations of older checkpoints that could not be deleted."""
-        move_latest(self.directory, str(save.manifest.iteration))
-        return self._delete_old(save)
 
     def _wait_for_record(self, save: _Save, rank: int) -> Record:
         deadline = None

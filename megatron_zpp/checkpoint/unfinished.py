@@ -84,7 +84,7 @@ def make_unfinished(folder: Path) -> None:
 def check_room(folder: Path, needed_bytes: int) -> None:
     """Raises CheckpointError if this rank does not see the folder, or if its disk has no room for the full checkpoint."""
     if not becomes_visible(folder):
-        raise CheckpointError(f"rank 0 has created {folder}, which does not exist on this rank's machine; {SHARED_FOLDER}")
+        raise CheckpointError(f"{folder} has been created by another rank and does not exist on this rank's machine; {SHARED_FOLDER}")
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise CheckpointError(

@@ -26,7 +26,7 @@ from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.system.user_error import UserError
 
-NO_LIMIT = timedelta(days=30)  # the main thread looks for lost ranks
+NO_LIMIT = timedelta(days=30)
 FAREWELL = timedelta(seconds=15)  # time to find out which rank failed, tell the others and end
 CONNECTING = f"connecting to the other ranks ({GLOO_VARIABLE} names the network interface between hosts)"
 
@@ -96,13 +96,13 @@ class World:
         ):
             yield
 
-    def gathering_among(self, ranks: Sequence[int]) -> Callable[[str], list[str]]:
-        """What gathers a text of each of these ranks, which then call it in any thread, one at a time, and wait without a limit.
+    def gathering_among(self, ranks: Sequence[int], *, in_background: bool) -> Callable[[str], list[str]]:
+        """What gathers a text of each of these ranks. Every rank of the world must call this.
 
-        Every rank of the world must call this.
+        in_background: for a thread beside the main one, which waits without a limit, because the main thread finds lost ranks.
         """
         with self.connecting():
-            group = dist.new_group(list(ranks), backend="gloo", timeout=NO_LIMIT)
+            group = dist.new_group(list(ranks), backend="gloo", timeout=NO_LIMIT if in_background else self.collective_timeout)
         return partial(gather_texts, group=group)
 
     def hosts(self) -> list[str]:

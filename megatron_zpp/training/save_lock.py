@@ -25,7 +25,13 @@ def disk_of(config: Config, world: World) -> Disk:
     if not config.checkpoint.node_local_checkpoints:
         return Disk.of_all(world.rank, world.world_size)
     alone = Disk(world.rank, world.world_size, config.distributed.ranks_per_node)
-    return replace(alone, gather_firsts=world.gathering_among([alone.ranks_of(index)[0] for index in range(alone.count)]))
+    firsts = [alone.ranks_of(index)[0] for index in range(alone.count)]
+    return replace(
+        alone,
+        gather_firsts=world.gathering_among(firsts, in_background=False),
+        gather_in_background=world.gathering_among(firsts, in_background=True),
+        limit_seconds=world.collective_timeout.total_seconds(),
+    )
 
 
 class SaveLock:
@@ -70,13 +76,13 @@ class SaveLock:
             self._held.release()
 
     def _finish_interrupted_save(self, folder: Path, world: World, disk: Disk, announce: Callable[[str], None]) -> None:
-        finished: list[int] = []
+        finished: list[str] = []
         with world.agreement():
             if disk.is_first:
                 finished = finish_interrupted_save(folder, disk)
-        for rank, iterations in enumerate(gather_texts(" ".join(map(str, finished)))):
-            if iterations:
-                announce(f"an earlier run ended before the disk of rank {rank} gave iteration {iterations} its name; it has it now")
+        for rank, names in enumerate(gather_texts(", ".join(finished))):
+            if names:
+                announce(f"an earlier run ended before the disk of rank {rank} had {names} under this name; it has it now")
 
     def _take(self, folder: Path, world: World, disk: Disk, others: frozenset[str], announce: Callable[[str], None]) -> str:
         """Takes the lock, and tells later starts of this job, which may run on another machine. Returns the text of an error, or ""."""

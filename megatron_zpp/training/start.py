@@ -264,7 +264,8 @@ def _findings_on_disks(parts: Parts, world: World, disk: Disk) -> list[str]:
     own = [file for file in parts.manifest.files if disk.index in parts.disks_of[file.name]]
     with CheckpointReader(parts.folder, parts.manifest) as reader:
         findings = list(reader.verify(own[disk.rank - disk.ranks[0] :: len(disk.ranks)]))
-    return sorted({finding for text in gather_texts("\n".join(findings)) for finding in text.splitlines()})
+    by_rank = enumerate(gather_texts("\n".join(findings)))
+    return sorted({f"{finding} (on node {rank // disk.ranks_per_disk})" for rank, text in by_rank for finding in text.splitlines()})
 
 
 def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, ...]]:

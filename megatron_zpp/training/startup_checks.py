@@ -38,6 +38,7 @@ GPU_FILES, HIDDEN_GPUS = "nvidia[0-9]*", ("", "-1", "NoDevFiles")  # in /dev; va
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx_ne_convert")  # as Linux names them
 # cuBLAS promises reproducible results for these values.
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+FOLDERS_OF_CHECKPOINTS = ("save", "load", "pretrained_checkpoint")  # ranks ask each other what is in them
 OR_OF_NODES = ", or --node-local-checkpoints, with which each node saves on its own disk"
 # Paths may be spelled differently on different machines.
 FLAGS_THAT_MAY_DIFFER = {option.name for option in options() if option.flag.unit == "path"}
@@ -50,6 +51,7 @@ def check_same_flags(config: Config) -> None:
     """
     own = {name: value for name, value in arguments(config).items() if name not in FLAGS_THAT_MAY_DIFFER}
     own["data_path"] = _describe_blends(config)
+    own.update({name: "given" if getattr(config.checkpoint, name) is not None else "not given" for name in FOLDERS_OF_CHECKPOINTS})
     own[VERSIONS] = f"megatron_zpp {__version__} with torch {torch.__version__.partition('+')[0]}"
     by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
     names = dict.fromkeys(name for theirs in by_rank for name in theirs)  # another version has other flags
@@ -203,8 +205,9 @@ def check_save_is_shared(config: Config, world: World, disk: Disk) -> None:
     try:
         with world.agreement():
             if not becomes_visible(probe):
+                instead = "" if config.checkpoint.node_local_checkpoints else OR_OF_NODES
                 raise UserError(
-                    f"--save {folder} on this rank's machine is not the folder that rank {disk.ranks[0]} sees; {SHARED_FOLDER}{OR_OF_NODES}"
+                    f"--save {folder} on this rank's machine is not the folder that rank {disk.ranks[0]} sees; {SHARED_FOLDER}{instead}"
                 )
     finally:
         if disk.is_first:

@@ -184,14 +184,37 @@ def test_the_highest_iteration_that_a_disk_names_comes_first(disks: list[Path]) 
 def test_a_disk_that_names_no_iteration_is_an_error_or_passed_over(disks: list[Path]) -> None:
     save(disks, 1, 2)
     (disks[1] / LATEST_FILE).write_text("two")
-    with pytest.raises(CheckpointError, match=r"on node 1 \(\S+\) holds 'two' instead of an iteration; choose one with --ckpt-step"):
+    with pytest.raises(
+        CheckpointError, match=r"holds 'two' instead of an iteration; choose one with --ckpt-step \(on node 1 \(\S+\)\); node 0"
+    ):
         candidates(disks)
     found, notice = candidates(disks, may_be_older=True)
     assert found == ["iter_0000002", "iter_0000001"] and "passed over" in notice
+    (disks[1] / LATEST_FILE).write_bytes(b"\xff")
+    assert candidates(disks, 2) == (["iter_0000002"], "") and candidates(disks, may_be_older=True)[0] == ["iter_0000002", "iter_0000001"]
     for disk in disks:
         (disk / LATEST_FILE).unlink()
     assert candidates(disks) == ([], "")
     assert candidates(disks, may_be_older=True)[0] == ["iter_0000002", "iter_0000001"]
+
+
+def test_a_release_of_one_node_is_loaded_by_all(disks: list[Path]) -> None:
+    whole = save(disks[:1], 1, world_size=2).savers[0].directory
+    (whole / "iter_0000001").rename(whole / "release")
+    (whole / LATEST_FILE).write_text("release")
+    held, nbytes = loaded(disks)
+    assert held == 1 and nbytes > 0
+    with pytest.raises(CheckpointError, match=r"node 0 \(\S+\) has release, node 1 \(\S+\) has none"):
+        candidates(disks, 7)
+
+
+def test_a_file_in_the_place_of_a_part_is_no_part(disks: list[Path], tmp_path: Path) -> None:
+    save(disks, 1)
+    both = all_in(disks, tmp_path / "both")
+    disks[1].joinpath("iter_0000001").rename(tmp_path / "away")
+    (disks[1] / "iter_0000001").touch()
+    held, nbytes = loaded([both, disks[1]])
+    assert held == 1 and nbytes > 0
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_that_names_the_node(disks: list[Path]) -> None:

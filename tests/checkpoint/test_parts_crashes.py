@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.parts import at_call, loaded, on_ranks
+from harness.patience import PATIENCE_SECONDS
 from harness.small_state import Ranks, set_state, state_at
 
-from megatron_zpp.checkpoint import folders, saver, unfinished
+from megatron_zpp.checkpoint import folders, parts, saver, unfinished
+from megatron_zpp.checkpoint.disk import Gather
 from megatron_zpp.checkpoint.folders import leftovers
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.checkpoint.parts import finish_interrupted_save
-from megatron_zpp.checkpoint.saver import SaveOptions
+from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.system.owner import own_token
 
 WORLD_SIZE, NO_SUCH_MOMENT = 4, 200
@@ -48,9 +53,15 @@ def next_run(disks: Sequence[Path]) -> int:
     state = state_at(0)
     ranks = Ranks(disks, state, WORLD_SIZE)
     firsts = {disk.ranks[0]: disk for disk in ranks.disks if disk.is_first}
-    on_ranks(WORLD_SIZE, lambda rank: finish_interrupted_save(disks[firsts[rank].index], firsts[rank]) if rank in firsts else None)
+
+    def finish(rank: int) -> None:
+        if rank in firsts:
+            finish_interrupted_save(disks[firsts[rank].index], firsts[rank])
+
+    without_save = loaded(disks)  # a run that only loads changes nothing
+    on_ranks(WORLD_SIZE, finish)
     held, nbytes = loaded(disks)
-    assert nbytes == 0
+    assert without_save == (held, nbytes) == (held, 0)
     set_state(state, 3)
     ranks.save(3)
     assert loaded(disks) == (3, 0) and [leftovers(disk) for disk in disks] == [[], []]
@@ -137,3 +148,97 @@ def test_a_call_that_fails_at_any_moment_of_a_save_costs_no_checkpoint_and_the_r
         if len(calls) < moment:
             break
     assert len(outcomes) > 15 and outcomes[-1] and not all(outcomes)
+
+
+@pytest.fixture
+def half_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Path], Ranks]:
+    """Two disks after a save that replaces the only checkpoint by a state 2, of which node 1 could not give its part the name."""
+    disks = [tmp_path / "node 0", tmp_path / "node 1"]
+    Ranks(disks, state_at(1), WORLD_SIZE).save(1)
+    ranks = Ranks(disks, state_at(2), WORLD_SIZE)
+    refuse(monkeypatch, saver, "put_in_place", disks[1])
+    assert not saves(ranks, 1)
+    return disks, ranks
+
+
+def refuse(patch: pytest.MonkeyPatch, module: Any, name: str, directory: Path) -> None:
+    """Lets a function of the module fail for paths in the directory."""
+    call = getattr(module, name)
+
+    def fail_there(path: Path, *arguments: Any) -> Any:
+        if str(path).startswith(str(directory)):
+            raise OSError(5, "Input/output error", str(path))
+        return call(path, *arguments)
+
+    patch.setattr(module, name, fail_there)
+
+
+@pytest.mark.parametrize(("function", "node"), [("_named_in", 0), ("put_in_place", 1), ("_named_in", 1)])
+def test_what_a_disk_has_not_named_yet_outlives_a_second_failure(
+    half_named: tuple[list[Path], Ranks], monkeypatch: pytest.MonkeyPatch, function: str, node: int
+) -> None:
+    disks, ranks = half_named
+    with monkeypatch.context() as patch:
+        refuse(patch, parts, function, disks[node])
+        assert not saves(ranks, 1)
+    monkeypatch.undo()
+    assert next_run(disks) == 2
+
+
+def test_a_run_that_has_lost_its_lock_names_nothing_that_an_earlier_save_left(half_named: tuple[list[Path], Ranks]) -> None:
+    disks, ranks = half_named
+
+    def lose() -> None:
+        raise CheckpointError("the lock is lost")
+
+    ranks.savers[2]._check_lock = lose
+    before = {path.name for path in disks[1].iterdir()}
+    assert not saves(ranks, 1) and {path.name for path in disks[1].iterdir()} == before
+
+
+def test_a_message_that_reaches_one_node_alone_costs_no_checkpoint(tmp_path: Path) -> None:
+    """Node 1 does not learn that all nodes have sealed the checkpoint, and does not name it; node 0 does."""
+    disks = [tmp_path / "node 0", tmp_path / "node 1"]
+    Ranks(disks, state_at(1), WORLD_SIZE).save(1)
+    ranks = Ranks(disks, state_at(2), WORLD_SIZE)
+    first = ranks.disks[2]
+    count = 0
+
+    def lose_the_third(text: str) -> list[str]:
+        nonlocal count
+        count += 1
+        found = first.gather_firsts(text)
+        if count == 3:  # what was interrupted, what was written, what is sealed
+            first.gather_firsts(json.dumps([None, "the connection is lost"]))  # so that node 0 need not wait for its next answer
+            raise RuntimeError("the connection is lost")
+        return found
+
+    ranks.savers[2]._disk = replace(first, gather_firsts=lose_the_third)
+    assert not saves(ranks, 1)
+    assert next_run(disks) == 2
+
+
+def test_the_main_thread_does_not_wait_forever_for_the_first_rank_of_another_disk(tmp_path: Path) -> None:
+    released = threading.Event()
+    ranks = Ranks([tmp_path / "node 0", tmp_path / "node 1"], state_at(1), WORLD_SIZE, IN_BACKGROUND)
+    for rank in (0, 2):
+        gather = ranks.disks[rank].gather_in_background
+
+        def wait(text: str, gather: Gather = gather) -> list[str]:
+            assert released.wait(PATIENCE_SECONDS)
+            return gather(text)
+
+        ranks.savers[rank]._disk = replace(ranks.disks[rank], gather_in_background=wait, limit_seconds=0.05)
+    ranks.save(1)
+
+    def finish(each: CheckpointSaver) -> None:
+        if each._disk.is_first:
+            with pytest.raises(RuntimeError, match="the disks of other nodes have not finished a save within 0 s"):
+                each.finish()
+        else:
+            with pytest.raises(threading.BrokenBarrierError):
+                each.finish()
+
+    threading.Timer(1, ranks.lose_nodes).start()
+    ranks.on_each(finish)
+    released.set()

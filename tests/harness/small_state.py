@@ -78,7 +78,8 @@ def disks_of(world_size: int, count: int, among_firsts: Gathering | None = None)
     """The disk of each rank of a world, where equally many ranks share each of `count` disks."""
     among_firsts = among_firsts or Gathering(count)
     ranks_per_disk = world_size // count
-    return [Disk(rank, world_size, ranks_per_disk, among_firsts.of(rank // ranks_per_disk)) for rank in range(world_size)]
+    gathers = [among_firsts.of(rank // ranks_per_disk) for rank in range(world_size)]
+    return [Disk(rank, world_size, ranks_per_disk, gather, gather, PATIENCE_SECONDS) for rank, gather in enumerate(gathers)]
 
 
 class Ranks:

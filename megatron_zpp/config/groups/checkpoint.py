@@ -24,7 +24,7 @@ class CheckpointConfig:
     )
     node_local_checkpoints: bool = flag(
         False,
-        help="The folders of --save and --load are on each node's own disk, and each has the files of its node's ranks.",
+        help="The folders of --save, --load and --pretrained-checkpoint are on each node's own disk, with the files of its ranks.",
         needs=needs("save", "load", "pretrained_checkpoint", what="a folder of checkpoints"),
     )
     save_interval: int | None = flag(
