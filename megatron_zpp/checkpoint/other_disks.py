@@ -22,7 +22,7 @@ ROUND_BYTES = 64 << 20  # that a rank is asked for in one round, unless more ran
 
 
 class Ranks(Protocol):
-    """Messages among all ranks, which all call the same methods in the same order."""
+    """Messages among all ranks, which all call the same methods in the same order; `initialize.WorldRanks` sends them."""
 
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks, in rank order."""

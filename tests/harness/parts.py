@@ -24,10 +24,9 @@ MOST_ITERATIONS = 5  # of states that tests save
 
 
 class Messages:
-    """The messages of ranks in threads. exchanged: the most bytes that one rank has sent at a time; sum: all that came to other ranks."""
+    """The messages of ranks in threads. most_sent: the most bytes that one rank has sent at a time. gathers: how often texts were gathered."""
 
     def __init__(self, world_size: int) -> None:
-        self._gathering = Gathering(world_size)
         self._barrier = Barrier(world_size, timeout=PATIENCE_SECONDS)
         self._shown: list[Any] = [None] * world_size
         self.most_sent = 0
