@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness.dying import DISK_CALLS
 from harness.patience import PATIENCE_SECONDS
-from harness.small_state import Gathering, disks_of, shares, state_at
+from harness.small_state import disks_of, shares, state_at
 from harness.worlds import Barrier
 from megatron_zpp.checkpoint.parts import PartsFinder
 
@@ -24,7 +24,7 @@ MOST_ITERATIONS = 5  # of states that tests save
 
 
 class Messages:
-    """The messages of ranks in threads. most_sent: the most bytes that one rank has sent at a time. gathers: how often texts were gathered."""
+    """The messages of ranks in threads. most_sent: the most bytes that a rank has sent at a time. gathers: how many there were of texts."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = Barrier(world_size, timeout=PATIENCE_SECONDS)
