@@ -44,8 +44,14 @@ class NodeLost(OSError):
     """A call on the disk of a node that has died."""
 
 
-def copies(base: Sequence[Path], moment: int) -> list[Path]:
-    return [Path(shutil.copytree(disk, disk.parent / f"moment {moment}" / disk.name)) for disk in base]
+def moments(folder: Path) -> Iterator[tuple[int, list[Path]]]:
+    """Moments, counted from 1, each with two disks of its own that have iteration 1."""
+    base = [folder / "node 0", folder / "node 1"]
+    Ranks(base, state_at(1), WORLD_SIZE).save(1)
+    for moment in range(1, NO_SUCH_MOMENT):
+        place = folder / f"moment {moment}"
+        yield moment, [Path(shutil.copytree(disk, place / disk.name)) for disk in base]
+        shutil.rmtree(place)
 
 
 def next_run(disks: Sequence[Path]) -> int:
@@ -72,11 +78,8 @@ def next_run(disks: Sequence[Path]) -> int:
 def test_a_node_that_dies_at_any_moment_of_a_save_costs_no_checkpoint(
     tmp_path: Path, victim: int, options: SaveOptions, replaces: bool
 ) -> None:
-    base = [tmp_path / "node 0", tmp_path / "node 1"]
-    Ranks(base, state_at(1), WORLD_SIZE).save(1)
     seen = set()
-    for moment in range(1, NO_SUCH_MOMENT):
-        disks = copies(base, moment)
+    for moment, disks in moments(tmp_path):
         ranks = Ranks(disks, state_at(2), WORLD_SIZE, options)
 
         def die(ranks: Ranks = ranks) -> None:
@@ -88,7 +91,6 @@ def test_a_node_that_dies_at_any_moment_of_a_save_costs_no_checkpoint(
         held = next_run(disks)
         assert held == 2 or not is_saved
         seen.add(held)
-        shutil.rmtree(disks[0].parent)
         if len(calls) < moment:
             break
     assert moment > 15 and is_saved and seen == {1, 2}
@@ -125,11 +127,8 @@ def saves(ranks: Ranks, iteration: int) -> bool:
 def test_a_call_that_fails_at_any_moment_of_a_save_costs_no_checkpoint_and_the_run_can_save_again(
     tmp_path: Path, victim: int, options: SaveOptions, replaces: bool
 ) -> None:
-    base = [tmp_path / "node 0", tmp_path / "node 1"]
-    Ranks(base, state_at(1), WORLD_SIZE).save(1)
     outcomes = []
-    for moment in range(1, NO_SUCH_MOMENT):
-        disks = copies(base, moment)
+    for moment, disks in moments(tmp_path):
         state = state_at(2)
         ranks = Ranks(disks, state, WORLD_SIZE, options)
 
@@ -144,7 +143,6 @@ def test_a_call_that_fails_at_any_moment_of_a_save_costs_no_checkpoint_and_the_r
         else:
             held = next_run(disks)
             assert held == 2 or not outcomes[-1]
-        shutil.rmtree(disks[0].parent)
         if len(calls) < moment:
             break
     assert len(outcomes) > 15 and outcomes[-1] and not all(outcomes)

@@ -7,18 +7,16 @@ Prints JSON: exit codes and last words of every rank of both runs, and the secon
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from harness.network_nodes import outcome, start_rank
 from harness.places import ROOT
 from harness.tiny_runs import TINY
-from testbed.network import INTERFACE, Network
+from testbed.network import Network
 from testbed.rates import UNLIMITED, Rate
 from testbed.sandbox import enter_own_network
 
@@ -36,44 +34,8 @@ def command(folder: Path) -> list[str]:
 
 
 def start(network: Network, folder: Path, port: int) -> list[subprocess.Popen[str]]:
-    processes = []
-    for rank in range(NODES * RANKS_PER_NODE):
-        node, local_rank = divmod(rank, RANKS_PER_NODE)
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(NODES * RANKS_PER_NODE),
-            "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
-            "MASTER_ADDR": network.address(0),
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [*network.inside(node), *command(folder)],
-                env={**os.environ, **environment},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: none outlives this program
-            )
-        )
-    return processes
-
-
-def outcome(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Exit code and standard error of every rank; a rank that does not end is killed and has a negative one."""
-    deadline = time.monotonic() + LONGEST_SECONDS
-    found = []
-    for process in processes:
-        try:
-            errors = process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            errors = process.communicate()[1]
-        found.append((process.returncode, errors))
-    return found
+    world = (NODES, RANKS_PER_NODE)
+    return [start_rank(network, rank, world, port, command(folder)) for rank in range(NODES * RANKS_PER_NODE)]
 
 
 def main() -> None:
@@ -87,11 +49,11 @@ def main() -> None:
     time.sleep(0.7)  # into the next step
     network.cut(1)
     cut = time.monotonic()
-    first = outcome(ranks)
+    first = outcome(ranks, LONGEST_SECONDS)
     seconds = time.monotonic() - cut
     network.restore(1)
     network.hold(UNLIMITED)
-    second = outcome(start(network, folder, 29501))
+    second = outcome(start(network, folder, 29501), LONGEST_SECONDS)
     print(json.dumps({"cut_to_end_seconds": seconds, "first": first, "second": second}))
 
 

@@ -7,11 +7,8 @@ Node n is a network namespace, and its processes see FOLDER/node_n, and no other
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -20,10 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from harness.network_nodes import outcome, start_rank
 from harness.parts import all_in
 from harness.places import ROOT
 from harness.tiny_runs import TINY, losses, records_of
-from testbed.network import INTERFACE, Network, interface_bytes
+from testbed.network import Network, interface_bytes
 from testbed.sandbox import enter_own_network
 
 RANKS_PER_NODE = 2
@@ -49,33 +47,19 @@ class Nodes:
         return [self._start_rank(rank, order, flags) for rank in range(len(order) * RANKS_PER_NODE)]
 
     def _start_rank(self, rank: int, order: Sequence[str], flags: str) -> subprocess.Popen[str]:
-        node, local_rank = divmod(rank, RANKS_PER_NODE)
-        disk = self._folder / f"node_{order[node]}"
+        disk = self._folder / f"node_{order[rank // RANKS_PER_NODE]}"
         disk.mkdir(exist_ok=True)
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(len(order) * RANKS_PER_NODE),
-            "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
-            "MASTER_ADDR": self._network.address(0),
-            "MASTER_PORT": str(self._port),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "OMP_NUM_THREADS": "1",
-        }
+        own_disk = ["unshare", "--mount", "sh", "-c", MOUNT, str(disk), str(self._folder)]
         program = [sys.executable, str(ROOT / "pretrain_zeropp_gpt.py"), *TINY, *RUN.split(), *flags.split()]
-        return subprocess.Popen(
-            [*self._network.inside(node), "unshare", "--mount", "sh", "-c", MOUNT, str(disk), str(self._folder), *program],
-            env={**os.environ, **environment},
-            cwd=self._folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: none outlives this program
+        command, world = [*own_disk, *program], (len(order), RANKS_PER_NODE)
+        return start_rank(
+            self._network, rank, world, self._port, command, cwd=self._folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
     def run(self, order: Sequence[str], flags: str) -> tuple[list[int], str]:
         """Exit codes of all ranks, and what rank 0 printed."""
-        return outcome(self.start(order, flags))
+        found = outcome(self.start(order, flags), LONGEST_SECONDS)
+        return [code for code, _ in found], found[0][1]
 
     def received(self, order: Sequence[str], flags: str) -> tuple[list[int], str, int]:
         """The same, and the bytes that the first node received from others."""
@@ -91,18 +75,6 @@ class Nodes:
             holder.wait()
 
 
-def outcome(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[int], str]:
-    deadline = time.monotonic() + LONGEST_SECONDS
-    texts = []
-    for process in processes:
-        try:
-            texts.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            texts.append(process.communicate()[0])
-    return [process.returncode for process in processes], texts[0]
-
-
 def killed(nodes: Nodes, log: Path, order: str, flags: str, victim: int, after: int, seconds: float) -> list[int]:
     """Kills all ranks of a node some seconds after the log has so many lines more. Returns the exit codes."""
     lines = lines_of(log) + after
@@ -112,7 +84,7 @@ def killed(nodes: Nodes, log: Path, order: str, flags: str, victim: int, after: 
     time.sleep(seconds)
     for process in processes[victim * RANKS_PER_NODE : (victim + 1) * RANKS_PER_NODE]:
         process.kill()
-    return outcome(processes)[0]
+    return [code for code, _ in outcome(processes, LONGEST_SECONDS)]
 
 
 def lines_of(log: Path) -> int:

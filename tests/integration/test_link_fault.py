@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness.places import importing
-
-from testbed.sandbox import CannotIsolate, isolating_command
+from harness.network_nodes import found_by
 
 TIMEOUT_SECONDS = 60.0  # --distributed-timeout-minutes 1
 
 
 @pytest.mark.long
 def test_a_cut_link_ends_every_rank_in_time_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    try:
-        isolating_command()
-    except CannotIsolate as error:
-        pytest.skip(str(error))
-    environment = importing(os.environ)
-    finished = subprocess.run(
-        [sys.executable, "-m", "harness.cut_link", str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)
+    found = found_by("harness.cut_link", tmp_path, limit_seconds=600)
     assert [code for code, _ in found["first"]] == [1] * 4
     assert found["cut_to_end_seconds"] < TIMEOUT_SECONDS
     for rank, (_, errors) in enumerate(found["first"]):

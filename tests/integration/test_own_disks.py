@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness.places import importing
-
-from testbed.sandbox import CannotIsolate, isolating_command
+from harness.network_nodes import found_by
 
 KILLS = 20
 
 
 @pytest.mark.long
 def test_nodes_with_disks_of_their_own_go_on_after_kills_in_another_order_and_as_three_or_one(tmp_path: Path) -> None:
-    try:
-        isolating_command()
-    except CannotIsolate as error:
-        pytest.skip(str(error))
-    finished = subprocess.run(
-        [sys.executable, "-m", "harness.own_disks", str(tmp_path), str(KILLS)],
-        env=importing(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)
+    found = found_by("harness.own_disks", tmp_path, KILLS, limit_seconds=1800)
     assert found["unbroken"] == found["after kills"] == [0] * 4
     assert all(-9 in codes for codes in found["killed"])
     assert found["differing"] == [] and found["iterations"]
