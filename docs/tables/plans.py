@@ -21,7 +21,7 @@ from megatron_zpp.training.hardware import CONSTANTS, GIGABYTE, TERA, planned_ma
 from megatron_zpp.training.members import MEMBERS, PlannedWorld
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, KEPT_INPUTS, OPTIMIZER, OTHER, PAYLOADS, WEIGHTS
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given, plan_run
-from megatron_zpp.training.sharding import checkpoint_bytes, grid_of
+from megatron_zpp.training.sharding import checkpoint_bytes, grid_of, saved_between_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -130,13 +130,14 @@ def long_samples() -> str:
 
 def saves() -> str:
     """What a save of lean sends between two nodes, and how long the link is busy with it."""
-    config = resolve(llama("--zeropp lean --micro-batch-size 1 --global-batch-size 16"), 16, 8)
-    whole = checkpoint_bytes(config, grid_of(config, 16), LLAMA_VOCABULARY)
     rates = (1, 10, 100)
     lines = []
-    for place, share in {"one of the two nodes": 0.5, "each node (`--node-local-checkpoints`)": 0.0}.items():
-        seconds = (f"{share * whole * 8 / (rate * GIGABYTE):.4g} s" for rate in rates)
-        lines.append([place, f"{whole / GIGABYTE:.4g} GB", f"{share * whole / GIGABYTE:.4g} GB", *seconds])
+    for place, flag in {"one of the two nodes": "", "each node (`--node-local-checkpoints`)": "--node-local-checkpoints"}.items():
+        config = resolve(llama(f"--zeropp lean --micro-batch-size 1 --global-batch-size 16 --save unwritten {flag}"), 16, 8)
+        of = (config, grid_of(config, 16), LLAMA_VOCABULARY)
+        whole, crossing = checkpoint_bytes(*of), saved_between_nodes(*of)
+        seconds = (f"{crossing * 8 / (rate * GIGABYTE):.4g} s" for rate in rates)
+        lines.append([place, f"{whole / GIGABYTE:.4g} GB", f"{crossing / GIGABYTE:.4g} GB", *seconds])
     return in_table(["the disk is that of", "checkpoint", "between nodes", *(f"at {rate} Gbit/s" for rate in rates)], lines)
 
 

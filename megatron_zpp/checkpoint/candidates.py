@@ -50,9 +50,15 @@ def find_candidates(checkpoint: CheckpointConfig) -> Candidates:
     if not found.folders and checkpoint.pretrained_checkpoint is not None:
         found = _in(Path(checkpoint.pretrained_checkpoint), None, may_be_older=may_be_older)
         if not found.folders:
-            why = why_nothing_is_loaded(Path(checkpoint.pretrained_checkpoint))
-            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} {why}; correct the path")
+            check_pretrained_is_there(checkpoint)
     return found
+
+
+def check_pretrained_is_there(checkpoint: CheckpointConfig) -> None:
+    """Raises CheckpointError under --pretrained-checkpoint. Call it where nothing has been found in that folder."""
+    if checkpoint.pretrained_checkpoint is not None:
+        why = why_nothing_is_loaded(Path(checkpoint.pretrained_checkpoint))
+        raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} {why}; correct the path")
 
 
 def check_may_begin_anew(checkpoint: CheckpointConfig) -> None:

@@ -152,17 +152,24 @@ def _named_folder(directory: Path, step: int | None, choice: str) -> Path | None
     text = read_latest(directory, f"name another folder, or choose an iteration with {choice}")
     if text is None:
         return None
-    if text != RELEASE and not (text.isascii() and text.isdigit() and len(text) < 20):
+    named = folder_named(directory, text)
+    if named is None:
         raise LatestError(
             f"{latest} holds {text[:40]!r} instead of an iteration; choose one with {choice}, {directory} holds {_existing(directory)}"
         )
-    named = directory / RELEASE if text == RELEASE else iteration_folder(directory, int(text))
     folder = in_place(named)
     if folder is None:
         raise LatestError(
             f"{latest} names {text}, which {directory} does not hold; choose one with {choice}, it holds {_existing(directory)}", named
         )
     return folder
+
+
+def folder_named(directory: Path, latest: str) -> Path | None:
+    """The final folder that the text of LATEST_FILE names, which need not exist; None if the text names none."""
+    if latest == RELEASE:
+        return directory / RELEASE
+    return iteration_folder(directory, int(latest)) if latest.isascii() and latest.isdigit() and len(latest) < 20 else None
 
 
 def read_latest(directory: Path, remedy: str = "correct --load, or choose an iteration with --ckpt-step") -> str | None:

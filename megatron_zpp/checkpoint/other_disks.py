@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class WantedRange:
 
 @dataclass(frozen=True)
 class _Request:
-    """A range that rank `reader` has asked for. It may name any place of a file, so only its sender's reading can fail."""
+    """Bytes of a file that rank `reader` has asked for."""
 
     reader: int
     file: str
@@ -117,26 +117,29 @@ class OtherDisks:
         for request in requests:
             if self._sender_of(request.file, request.reader) == self._disk.rank:
                 sent[request.reader].append(self._read(request, errors))
-        senders = [self._sender_of(each.stored.name, self._disk.rank) for each in asked]
-        numels = Counter[int]()
-        for sender, each in zip(senders, asked, strict=True):
-            numels[sender] += each.nbytes
+        asked_of: dict[int, list[WantedRange]] = defaultdict(list)
+        for each in asked:
+            asked_of[self._sender_of(each.stored.name, self._disk.rank)].append(each)
         nothing = torch.empty(0, dtype=torch.uint8)
-        received = self._ranks.exchange(
-            [torch.cat(parts) if parts else nothing for parts in sent], [numels[rank] for rank in range(self._disk.world_size)]
-        )
-        places = Counter[int]()
-        for sender, each in zip(senders, asked, strict=True):
-            view: memoryview = received[sender].numpy().data[places[sender] : places[sender] + each.nbytes]
-            places[sender] += each.nbytes
+        numels = [sum(each.nbytes for each in asked_of[rank]) for rank in range(self._disk.world_size)]
+        received = self._ranks.exchange([torch.cat(parts) if parts else nothing for parts in sent], numels)
+        for sender, ranges in asked_of.items():
+            self._use(received[sender].numpy().data, ranges, chunk_bytes, sender, errors)
+        self.bytes_received += sum(numels)
+        return errors[0] if errors else ""
+
+    def _use(self, received: memoryview, ranges: Sequence[WantedRange], chunk_bytes: int, sender: int, errors: list[str]) -> None:
+        """Verifies the ranges that have come from a rank, one after the other, and uses those that are as they were written."""
+        place = 0
+        for each in ranges:
+            view = received[place : place + each.nbytes]
+            place += each.nbytes
             try:
                 verify(view, each.chunks.start, each.stored, chunk_bytes, f"{self._folder / each.stored.name} on the disk of rank {sender}")
             except DamagedCheckpointError as error:
                 errors.append(error.finding)
                 continue
             each.use(view, each.chunks.start)
-        self.bytes_received += sum(numels.values())
-        return errors[0] if errors else ""
 
     def _sender_of(self, file: str, reader: int) -> int:
         """The rank that sends the file to `reader`: those of a disk that has it take turns."""

@@ -11,6 +11,7 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from megatron_zpp.checkpoint.folders import (
     Stage,
     check_holds_own_checkpoints,
     final_folders,
+    folder_named,
     in_place,
     iteration_folder,
     leftovers,
@@ -51,7 +53,8 @@ NAMED_FILES = 3  # of those that are missing, in an error
 class Listing:
     """What the disk of a node has in a directory of checkpoints.
 
-    latest: the text of LATEST_FILE; None without one. wrong_latest: why it names no iteration. markers: see `_named_in`.
+    latest: the final name of the folder that LATEST_FILE names; None without one. wrong_latest: why it names none.
+    markers: see `_named_in`.
     fault: why the directory cannot be used; empty if it can.
     """
 
@@ -70,14 +73,16 @@ class Listing:
         except (CheckpointError, OSError) as error:
             return cls(host, fault=str(error))
         try:
-            latest = read_latest(directory, "choose an iteration with --ckpt-step")
+            text = read_latest(directory, "choose an iteration with --ckpt-step")
         except CheckpointError as error:
-            return cls(host, None, str(error), markers)
-        if latest is None or _is_name(latest):
-            return cls(host, latest, "", markers)
-        return cls(
-            host, None, f"{directory / LATEST_FILE} holds {latest[:40]!r} instead of an iteration; choose one with --ckpt-step", markers
-        )
+            return cls(host, wrong_latest=str(error), markers=markers)
+        if text is None:
+            return cls(host, markers=markers)
+        folder = folder_named(directory, text)
+        if folder is None:
+            wrong = f"{directory / LATEST_FILE} holds {text[:40]!r} instead of an iteration; choose one with --ckpt-step"
+            return cls(host, wrong_latest=wrong, markers=markers)
+        return cls(host, folder.name, markers=markers)
 
 
 @dataclass(frozen=True)
@@ -160,9 +165,8 @@ class PartsFinder:
             if not named:
                 why = f"{self.directory} has no {LATEST_FILE} on any node; the newest good checkpoint there is loaded"
                 return (names, f"WARNING: {why}" if names else "") if may_be_older else ([], "")
-            first = max(map(_folder_name, named), key=_iteration)
-        older = [name for name in names if _iteration(name) < _iteration(first)]
-        return [first, *(older if may_be_older else [])], ""
+            first = max(named, key=_iteration)
+        return [first, *(self._older_than(first) if may_be_older else [])], ""
 
     def _without_latest(self, why: str, *, may_be_older: bool) -> tuple[list[str], str]:
         if not (may_be_older and self.names):
@@ -177,6 +181,7 @@ class PartsFinder:
         disks = [[answers[rank] for rank in self._disk.ranks_of(index)] for index in range(self._disk.count)]
         faults = [next((fault for _, fault, _ in of_disk if fault), "") for of_disk in disks]
         identities = ["" if fault else of_disk[0][0] for of_disk, fault in zip(disks, faults, strict=True)]
+        present = [set(of_disk[0][2]) for of_disk in disks]
         problems: list[str] = []
         for identity in dict.fromkeys(filter(None, identities)):
             holders = [index for index, other in enumerate(identities) if other == identity]
@@ -185,7 +190,7 @@ class PartsFinder:
                 manifest = self._received(own, identity, self._disk.ranks_of(holders[0])[0])
             if manifest is None:
                 raise RuntimeError(f"no manifest of {name} has come to rank {self._disk.rank}")
-            disks_of = {file.name: [index for index in holders if file.name in disks[index][0][2]] for file in manifest.files}
+            disks_of = {file.name: [index for index in holders if file.name in present[index]] for file in manifest.files}
             missing = [file for file, found in disks_of.items() if not found]
             if not missing:
                 return Parts(own.folder if own.identity == identity else self.directory / name, manifest, disks_of)
@@ -204,23 +209,17 @@ class PartsFinder:
             raise RuntimeError(f"rank {source} has sent another manifest of {own.folder} than it has read")
         return manifest_of(own.folder, data)
 
-    def newest_whole(self, names: Sequence[str]) -> str | None:
-        """The first of the names whose checkpoint is whole."""
-        for name in names:
-            try:
-                self.find(name)
-            except NotWholeError:
-                continue
-            return name
-        return None
-
     def remedy(self, name: str) -> str:
         """What to do about the checkpoint of that name, which is not whole."""
-        older = self.newest_whole([other for other in self.names if _iteration(other) < _iteration(name)])
         restore = "bring its missing part back to any node"
-        if older is None:
-            return f"{restore}; no older checkpoint is whole"
-        return f"{restore}, or load iteration {_iteration(older)}, which is whole, with --ckpt-step or --load-last-good-checkpoint"
+        for older in self._older_than(name):
+            with suppress(NotWholeError):
+                self.find(older)
+                return f"{restore}, or load iteration {_iteration(older)}, which is whole, with --ckpt-step or --load-last-good-checkpoint"
+        return f"{restore}; no older checkpoint is whole"
+
+    def _older_than(self, name: str) -> list[str]:
+        return [other for other in self.names if _iteration(other) < _iteration(name)]
 
     def open(self, parts: Parts, announce: Callable[[str], None]) -> CheckpointReader:
         """A reader of the checkpoint. announce: receives a line about bytes that come from other disks."""
@@ -309,14 +308,6 @@ def _has(folder: Path, name: str, nbytes: int) -> bool:
         return (folder / name).stat().st_size == nbytes
     except OSError:
         return False
-
-
-def _is_name(text: str) -> bool:
-    return text == RELEASE or (text.isascii() and text.isdigit() and len(text) < 20)
-
-
-def _folder_name(latest: str) -> str:
-    return RELEASE if latest == RELEASE else iteration_folder(Path(), int(latest)).name
 
 
 def _word(name: str) -> str:

@@ -100,6 +100,8 @@ class CheckpointReader:
 
     def _folder_of(self, file: str) -> Path:
         """The folder of the part that has a file; the first one if none has."""
+        if len(self._parts) == 1:
+            return self.folder  # without asking the file system
         return next((part for part in self._parts if (part / file).exists()), self.folder)
 
     def read(self, parameter: str, state: str, start: int, stop: int) -> Tensor:
@@ -136,12 +138,11 @@ class CheckpointReader:
             if self._others is not None:
                 self._others.read((), self.manifest.chunk_bytes, error.finding)
             raise
-        here = dict(by_file)
         if self._others is not None:
-            here = {name: wanted for name, wanted in by_file.items() if not self._others.alone_have(name)}
-            ranges = (each for name, wanted in by_file.items() if name not in here for each in self._ranges_of(name, wanted))
+            elsewhere = {name: by_file.pop(name) for name in [*by_file] if self._others.alone_have(name)}
+            ranges = (each for name, wanted in elsewhere.items() for each in self._ranges_of(name, wanted))
             self._others.read(ranges, self.manifest.chunk_bytes)
-        for name, wanted in here.items():
+        for name, wanted in by_file.items():
             self._read_chunks(self._files[name], self._chunks_of(name, wanted), _scatterer(wanted))
 
     def _wanted_by_file(self, pieces: Iterable[Piece]) -> dict[str, list[Wanted]]:

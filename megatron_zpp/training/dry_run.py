@@ -27,7 +27,7 @@ from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.plan_words import mfu, model_in_words, model_teraflops, rounded, tokens_per_second, wrapped
 from megatron_zpp.training.sample_order import order_notices
-from megatron_zpp.training.sharding import checkpoint_bytes, grid_of, shape_of
+from megatron_zpp.training.sharding import checkpoint_bytes, grid_of, saved_between_nodes, shape_of
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def _checkpoint(plan: RunPlan, world: PlannedWorld) -> str:
         return each
     if plan.config.checkpoint.node_local_checkpoints:
         return f"{each}, {whole / world.nodes / GIGABYTE:.4g} GB on the disk of each node; a save sends none of them between nodes"
-    crossing = whole * (world.nodes - 1) / world.nodes
+    crossing = saved_between_nodes(plan.config, plan.grid, plan.padded_vocab_size)
     rate = plan.config.plan.inter_gigabits
     seconds = "" if rate is None else f", in {crossing * 8 / (rate * GIGABYTE):.4g} s"
     return (

@@ -22,7 +22,7 @@ LOCK_KEY = "lock of --save"
 
 def disk_of(config: Config, world: World) -> Disk:
     """The disk of checkpoints of this rank. Every rank must call it."""
-    if not config.checkpoint.node_local_checkpoints:
+    if not config.checkpoint.node_local_checkpoints or config.distributed.ranks_per_node == world.world_size:
         return Disk.of_all(world.rank, world.world_size)
     alone = Disk(world.rank, world.world_size, config.distributed.ranks_per_node)
     firsts = [alone.ranks_of(index)[0] for index in range(alone.count)]
@@ -54,8 +54,8 @@ class SaveLock:
         self.disk = disk
         if self._folder is None:
             return
-        error, tokens = "", gather_texts(own_token())
-        others = frozenset(tokens) - {own_token()} if disk.count > 1 else frozenset()
+        error = ""
+        others = frozenset(gather_texts(own_token())) - {own_token()} if disk.count > 1 else frozenset()
         with world.agreement("looking whether another run saves into --save", announce):
             if disk.is_first:
                 error = self._take(self._folder, world, disk, others, announce)

@@ -79,6 +79,13 @@ def checkpoint_bytes(config: Config, grid: Grid, padded_vocab_size: int) -> int:
     return saved_bytes(config, grid) * parameter_count(config.model, padded_vocab_size)
 
 
+def saved_between_nodes(config: Config, grid: Grid, padded_vocab_size: int) -> float:
+    """Bytes of a save that cross the link between nodes, if one of them has the disk of a folder that all share."""
+    if config.checkpoint.node_local_checkpoints:
+        return 0
+    return checkpoint_bytes(config, grid, padded_vocab_size) * (grid.nodes - 1) / grid.nodes
+
+
 def grid_of(config: Config, world_size: int) -> Grid:
     """Grid of a resolved configuration. A partition has --zero-hpz-partition-size ranks, or if that is 1, those of a node in one ladder."""
     distributed = config.distributed

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_zpp.checkpoint.candidates import Candidates, check_may_begin_anew, find_candidates, why_nothing_is_loaded
+from megatron_zpp.checkpoint.candidates import (
+    Candidates,
+    check_may_begin_anew,
+    check_pretrained_is_there,
+    find_candidates,
+    why_nothing_is_loaded,
+)
 from megatron_zpp.checkpoint.disk import Disk
 from megatron_zpp.checkpoint.engine_state import load_engine
 from megatron_zpp.checkpoint.folders import saved_iterations
@@ -26,6 +32,8 @@ from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.sample_order import ordered_samples
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
 from megatron_zpp.zero.engine import ZeroEngine
+
+Found = TypeVar("Found")
 
 # A resumed run may change these flags, but may also do so by accident.
 FLAGS_OF_A_CONTINUED_RUN = (
@@ -222,44 +230,40 @@ def _find_in_parts(checkpoint: CheckpointConfig, world: World, disk: Disk, annou
             finder = PartsFinder(Path(directory), disk, WorldRanks())
             names, notice = finder.candidates(step, may_be_older=may_be_older)
             if names:
-                parts, notices = _whole_one(finder, names, world, disk, may_be_older=may_be_older)
+                parts, notices = _whole_one(finder, names, disk, may_be_older=may_be_older)
                 with world.agreement():
                     reader = finder.open(parts, announce)
                 stored = StoredRun.of(checkpoint, parts.folder, parts.manifest)
                 return ResumeSource(reader, stored, tuple(filter(None, [notice, *notices])))
-        if checkpoint.pretrained_checkpoint is not None:
-            why = why_nothing_is_loaded(Path(checkpoint.pretrained_checkpoint))
-            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} {why}; correct the path")
+        check_pretrained_is_there(checkpoint)
         check_may_begin_anew(checkpoint)
     except CheckpointError as error:  # all of them are alike on every rank
         raise StartupError(str(error)) from error
     return ResumeSource(None, None)
 
 
-def _whole_one(finder: PartsFinder, names: Sequence[str], world: World, disk: Disk, *, may_be_older: bool) -> tuple[Parts, list[str]]:
+def _whole_one(finder: PartsFinder, names: Sequence[str], disk: Disk, *, may_be_older: bool) -> tuple[Parts, tuple[str, ...]]:
     """The first of the named checkpoints that is whole, and warnings about those before it, which only may_be_older allows.
 
     With may_be_older it is verified. Raises CheckpointError if there is none.
     """
-    notices: list[str] = []
-    for name in names:
+    if not may_be_older:
+        try:
+            return finder.find(names[0]), ()
+        except NotWholeError as error:
+            raise CheckpointError(f"{error}; {finder.remedy(names[0])}") from error
+
+    def look(name: str) -> tuple[Parts | None, Sequence[str]]:
         try:
             parts = finder.find(name)
         except NotWholeError as error:
-            if not may_be_older:
-                raise CheckpointError(f"{error}; {finder.remedy(name)}") from error
-            notices.append(str(error))
-            continue
-        findings = _findings_on_disks(parts, world, disk) if may_be_older else []
-        if not findings:
-            return parts, [f"WARNING: passed over, because {finding}" for finding in notices]
-        notices += findings
-    raise CheckpointError(
-        f"no checkpoint in {finder.directory} is good: {'; '.join(notices)}; name another folder, or an empty one to start anew"
-    )
+            return None, [str(error)]
+        return parts, _findings_on_disks(parts, disk)
+
+    return _first_good(finder.directory, names, look)
 
 
-def _findings_on_disks(parts: Parts, world: World, disk: Disk) -> list[str]:
+def _findings_on_disks(parts: Parts, disk: Disk) -> list[str]:
     """What is damaged in the files of a checkpoint; the ranks of each disk share its files."""
     own = [file for file in parts.manifest.files if disk.index in parts.disks_of[file.name]]
     with CheckpointReader(parts.folder, parts.manifest) as reader:
@@ -270,15 +274,30 @@ def _findings_on_disks(parts: Parts, world: World, disk: Disk) -> list[str]:
 
 def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, ...]]:
     """The first undamaged one of rank 0's folders, and warnings about those before it. Each rank reads its share of the files."""
-    notices: list[str] = []
+
+    def look(name: str) -> tuple[Path, Sequence[str]]:
+        candidate = folders[0].with_name(name)
+        by_rank = gather_texts("\n".join(_findings(candidate, world)))
+        return candidate, sorted({finding for text in by_rank for finding in text.splitlines()})
+
     names = gather_texts("\n".join(folder.name for folder in folders))[0].splitlines()  # another machine may still see deleted folders
-    for candidate in (folders[0].with_name(name) for name in names):
-        findings = sorted({finding for text in gather_texts("\n".join(_findings(candidate, world))) for finding in text.splitlines()})
-        if not findings:
-            return candidate, tuple(f"WARNING: passed over, because {finding}" for finding in notices)
+    return _first_good(folders[0].parent, names, look)
+
+
+def _first_good(
+    directory: Path, names: Sequence[str], look: Callable[[str], tuple[Found | None, Sequence[str]]]
+) -> tuple[Found, tuple[str, ...]]:
+    """The first of the named checkpoints with which nothing is wrong, and warnings about those before it.
+
+    look: returns a checkpoint by its name, if there is one, and what is wrong with it. Raises StartupError if none is good.
+    """
+    notices: list[str] = []
+    for name in names:
+        found, findings = look(name)
+        if found is not None and not findings:
+            return found, tuple(f"WARNING: passed over, because {finding}" for finding in notices)
         notices += findings
-    where = folders[0].parent
-    raise StartupError(f"no checkpoint in {where} is good: {'; '.join(notices)}; name another folder, or an empty one to start anew")
+    raise StartupError(f"no checkpoint in {directory} is good: {'; '.join(notices)}; name another folder, or an empty one to start anew")
 
 
 def _findings(folder: Path, world: World) -> Iterator[str]:
