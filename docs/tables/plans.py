@@ -129,16 +129,21 @@ def long_samples() -> str:
 
 
 def saves() -> str:
-    """What a save of lean sends between two nodes, and how long the link is busy with it."""
+    """What a save of lean sends into one of two nodes, and how long the link is busy with it."""
     rates = (1, 10, 100)
     lines = []
-    for place, flag in {"one of the two nodes": "", "each node (`--node-local-checkpoints`)": "--node-local-checkpoints"}.items():
+    places = {
+        "one of the two nodes": "",
+        "each node (`--node-local-checkpoints`)": "--node-local-checkpoints",
+        "each node, with copies (and `--save-copies 2`)": "--node-local-checkpoints --save-copies 2",
+    }
+    for place, flag in places.items():
         config = resolve(llama(f"--zeropp lean --micro-batch-size 1 --global-batch-size 16 --save unwritten {flag}"), 16, 8)
         of = (config, grid_of(config, 16), LLAMA_VOCABULARY)
         whole, crossing = checkpoint_bytes(*of), saved_between_nodes(*of)
         seconds = (f"{crossing * 8 / (rate * GIGABYTE):.4g} s" for rate in rates)
         lines.append([place, f"{whole / GIGABYTE:.4g} GB", f"{crossing / GIGABYTE:.4g} GB", *seconds])
-    return in_table(["the disk is that of", "checkpoint", "between nodes", *(f"at {rate} Gbit/s" for rate in rates)], lines)
+    return in_table(["the disk is that of", "checkpoint", "into a node", *(f"at {rate} Gbit/s" for rate in rates)], lines)
 
 
 # ---- 7 billion parameters on 8 GPUs of 24 GB

@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 Gather = Callable[[str], list[str]]
+
+
+class Ranks(Protocol):
+    """Messages among ranks, which all call the same methods in the same order; `initialize.GroupRanks` sends them."""
+
+    def gather(self, text: str) -> list[str]:
+        """The texts of all of them, in rank order."""
+
+    def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        """What each of them sends to this one, in rank order. sent: uint8, for each of them. numels: how many bytes come from each."""
+
+    def broadcast(self, data: Tensor, source: int) -> None:
+        """Fills `data`, uint8, with that of rank `source` of the world."""
+
+
+class OneRank:
+    """Messages of a rank to itself."""
+
+    def gather(self, text: str) -> list[str]:
+        return [text]
+
+    def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        return list(sent)
+
+    def broadcast(self, data: Tensor, source: int) -> None:
+        pass
+
+
+ONE_RANK = OneRank()
 
 
 @dataclass(frozen=True)
 class Disk:
     """The disk on which `rank` saves. Consecutive ranks share one; the first of them makes and names its folders.
 
-    gather_firsts: returns the texts of the first ranks of all disks, in the order of the disks. Only these ranks call it.
-    gather_in_background: the same for another thread, one at a time, which may wait without a limit.
-    limit_seconds: how long the main thread waits for that thread, once all files are written; None without a limit.
+    copies: on how many disks each file of a save is: on that of its rank, and on those after it.
+    firsts: messages among the first ranks of all disks, in the order of the disks. Only these ranks use them.
+    firsts_in_background: the same for the thread that finishes a save, which may wait without a limit.
+    limit_seconds: how long the main thread waits for that thread while nothing goes on there; None without a limit.
     """
 
     rank: int
     world_size: int
     ranks_per_disk: int
-    gather_firsts: Gather = lambda text: [text]
-    gather_in_background: Gather = lambda text: [text]
+    copies: int = 1
+    firsts: Ranks = ONE_RANK
+    firsts_in_background: Ranks = ONE_RANK
     limit_seconds: float | None = None
 
     @classmethod
@@ -47,6 +81,16 @@ class Disk:
     def ranks_of(self, index: int) -> range:
         """The ranks that share the disk of that index."""
         return range(index * self.ranks_per_disk, (index + 1) * self.ranks_per_disk)
+
+    @property
+    def copied_here(self) -> list[int]:
+        """The disks whose files are copied to this one."""
+        return [(self.index - step) % self.count for step in range(1, self.copies)]
+
+    @property
+    def copied_to(self) -> list[int]:
+        """The disks to which the files of this one are copied."""
+        return [(self.index + step) % self.count for step in range(1, self.copies)]
 
     @property
     def is_first(self) -> bool:

@@ -7,31 +7,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.disk import Disk
+from megatron_zpp.checkpoint.disk import Disk, Ranks
 from megatron_zpp.checkpoint.manifest import DamagedCheckpointError, StoredFile
 from megatron_zpp.checkpoint.reshard import ByteRange
 from megatron_zpp.checkpoint.verified_file import read_unverified, verify
 from megatron_zpp.parallel.initialize import joined_errors
 
 ROUND_BYTES = 64 << 20  # that a rank is asked for in one round, unless more ranks ask than there are chunks in it
-
-
-class Ranks(Protocol):
-    """Messages among all ranks, which all call the same methods in the same order; `initialize.WorldRanks` sends them."""
-
-    def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, in rank order."""
-
-    def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-        """What each rank sends to this one, in rank order. sent: uint8, for each rank. numels: how many bytes come from each."""
-
-    def broadcast(self, data: Tensor, source: int) -> None:
-        """Fills `data`, uint8, with that of rank `source`."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +35,10 @@ class WantedRange:
 
 @dataclass(frozen=True)
 class _Request:
-    """Bytes of a file that rank `reader` has asked for."""
+    """Bytes of a file that rank `reader` has asked rank `sender` for."""
 
     reader: int
+    sender: int
     file: str
     start: int
     stop: int
@@ -60,7 +47,7 @@ class _Request:
 class OtherDisks:
     """The files of one checkpoint in `folder` of each disk.
 
-    disks_of: by the name of a file the disks that have it. announce: receives a line that says how many bytes come from other disks.
+    disks_of: by the name of a file the disks that have it. announce: receives lines about bytes that come from other disks.
     bytes_received: by this rank so far.
     """
 
@@ -78,82 +65,108 @@ class OtherDisks:
         self._ranks = ranks
         self._disks_of = disks_of
         self._announce = announce
+        self._unusable: dict[str, set[int]] = defaultdict(set)  # by the name of a file the disks where this rank has found it damaged
+        self._findings: list[str] = []  # that others do not know yet
 
     def alone_have(self, file: str) -> bool:
         """Whether the rank's own disk lacks the file."""
         return self._disk.index not in self._disks_of[file]
 
+    def have_another(self, file: str, finding: str, disk: int | None = None) -> bool:
+        """Whether another disk has a file that is damaged on one, by default on the rank's own. `read` announces the finding."""
+        where, unusable = self._disk.index if disk is None else disk, self._unusable[file]
+        is_known = where in unusable
+        unusable.add(where)
+        if self._usable(file) and not is_known:
+            self._findings.append(finding)
+        return bool(self._usable(file))
+
     def read(self, wanted: Iterable[WantedRange], chunk_bytes: int, error: str = "") -> None:
         """Reads the ranges, in order of files and places. Every rank must call it, also one that wants nothing.
 
-        error: why this rank cannot go on. Raises DamagedCheckpointError on every rank if one has such an error, if a range cannot be read,
-        or if its bytes differ from those that were written.
+        error: why this rank cannot go on. Raises DamagedCheckpointError on every rank if one has such an error, or if no disk has a range as
+        it was written.
         """
         waiting = deque(wanted)
-        totals = self._agreed([error, sum(each.nbytes for each in waiting)])
+        totals = self._agreed(error, waiting)
         if sum(totals) > 0:
             nbytes, readers = sum(totals), sum(total > 0 for total in totals)
             self._announce(f"{nbytes / 2**30:.3f} GiB of the checkpoint come from the disks of other nodes, to {readers} ranks")
         while any(totals):
             limit = ROUND_BYTES // sum(total > 0 for total in totals)
             asked = _first_of(waiting, limit)
-            error = self._round(asked, chunk_bytes)
-            totals = self._agreed([error, sum(each.nbytes for each in waiting)])
+            error = self._round(asked, chunk_bytes, waiting)
+            totals = self._agreed(error, waiting)
 
-    def _agreed(self, own: list[str | int]) -> list[int]:
-        """The number of every rank. Raises the error of a rank on all of them."""
-        answers = [json.loads(text) for text in self._ranks.gather(json.dumps(own))]
-        errors = [error for error, _ in answers]
-        if any(errors):
+    def _agreed(self, error: str, waiting: Iterable[WantedRange]) -> list[int]:
+        """How many bytes every rank waits for. Tells what has been found damaged. Raises the error of a rank on all of them."""
+        own = json.dumps([error, self._findings, sum(each.nbytes for each in waiting)])
+        self._findings = []
+        answers = [json.loads(text) for text in self._ranks.gather(own)]
+        errors = ["; ".join(filter(None, [error, *findings])) for error, findings, _ in answers]
+        if any(error for error, _, _ in answers):
             raise DamagedCheckpointError(joined_errors(errors))
-        return [number for _, number in answers]
+        for finding in filter(None, joined_errors(errors).splitlines()):
+            self._announce(f"WARNING: {finding}; the copy on another node's disk is read")
+        return [nbytes for _, _, nbytes in answers]
 
-    def _round(self, asked: Sequence[WantedRange], chunk_bytes: int) -> str:
-        """Sends what others ask for, and uses what comes. Returns the first error of this rank."""
-        own = json.dumps([[each.stored.name, each.chunks.start, each.chunks.stop] for each in asked])
-        requests = [_Request(rank, *found) for rank, text in enumerate(self._ranks.gather(own)) for found in json.loads(text)]
-        errors: list[str] = []
-        sent: list[list[Tensor]] = [[] for _ in range(self._disk.world_size)]
-        for request in requests:
-            if self._sender_of(request.file, request.reader) == self._disk.rank:
-                sent[request.reader].append(self._read(request, errors))
+    def _round(self, asked: Sequence[WantedRange], chunk_bytes: int, waiting: deque[WantedRange]) -> str:
+        """Sends what others ask for, and uses what comes. What is damaged waits for another disk; without one the error is returned."""
         asked_of: dict[int, list[WantedRange]] = defaultdict(list)
         for each in asked:
-            asked_of[self._sender_of(each.stored.name, self._disk.rank)].append(each)
+            asked_of[self._sender_of(each.stored.name)].append(each)
+        own = json.dumps(
+            [[sender, each.stored.name, each.chunks.start, each.chunks.stop] for sender, ranges in asked_of.items() for each in ranges]
+        )
+        requests = [_Request(rank, *found) for rank, text in enumerate(self._ranks.gather(own)) for found in json.loads(text)]
+        sent: list[list[Tensor]] = [[] for _ in range(self._disk.world_size)]
+        for request in requests:
+            if request.sender == self._disk.rank:
+                sent[request.reader].append(self._read(request))
         nothing = torch.empty(0, dtype=torch.uint8)
         numels = [sum(each.nbytes for each in asked_of[rank]) for rank in range(self._disk.world_size)]
         received = self._ranks.exchange([torch.cat(parts) if parts else nothing for parts in sent], numels)
-        for sender, ranges in asked_of.items():
-            self._use(received[sender].numpy().data, ranges, chunk_bytes, sender, errors)
         self.bytes_received += sum(numels)
+        errors: list[str] = []
+        for sender, ranges in asked_of.items():
+            place = 0
+            for each in ranges:
+                view = received[sender].numpy().data[place : place + each.nbytes]
+                place += each.nbytes
+                finding = self._use(view, each, chunk_bytes, sender)
+                if finding and self.have_another(each.stored.name, finding, sender // self._disk.ranks_per_disk):
+                    waiting.append(each)
+                elif finding:
+                    errors.append(finding)
         return errors[0] if errors else ""
 
-    def _use(self, received: memoryview, ranges: Sequence[WantedRange], chunk_bytes: int, sender: int, errors: list[str]) -> None:
-        """Verifies the ranges that have come from a rank, one after the other, and uses those that are as they were written."""
-        place = 0
-        for each in ranges:
-            view = received[place : place + each.nbytes]
-            place += each.nbytes
-            try:
-                verify(view, each.chunks.start, each.stored, chunk_bytes, f"{self._folder / each.stored.name} on the disk of rank {sender}")
-            except DamagedCheckpointError as error:
-                errors.append(error.finding)
-                continue
-            each.use(view, each.chunks.start)
+    def _use(self, view: memoryview, asked: WantedRange, chunk_bytes: int, sender: int) -> str:
+        """Uses a range that has come from a rank if its bytes are as they were written; else it returns what is wrong."""
+        name = f"{self._folder / asked.stored.name} on the disk of rank {sender}"
+        try:
+            verify(view, asked.chunks.start, asked.stored, chunk_bytes, name)
+        except DamagedCheckpointError as error:
+            return error.finding
+        asked.use(view, asked.chunks.start)
+        return ""
 
-    def _sender_of(self, file: str, reader: int) -> int:
-        """The rank that sends the file to `reader`: those of a disk that has it take turns."""
-        disks = self._disks_of[file]
+    def _usable(self, file: str) -> list[int]:
+        """The disks of others that have the file, except those where this rank has found it damaged."""
+        return [disk for disk in self._disks_of[file] if disk != self._disk.index and disk not in self._unusable[file]]
+
+    def _sender_of(self, file: str) -> int:
+        """The rank that sends the file to this one: those of a disk that has it take turns."""
+        disks, reader = self._usable(file), self._disk.rank
         ranks = self._disk.ranks_of(disks[reader % len(disks)])
         return ranks[reader % len(ranks)]
 
-    def _read(self, request: _Request, errors: list[str]) -> Tensor:
-        """The bytes of a range; zeros, which no checksum fits, with an error."""
+    def _read(self, request: _Request) -> Tensor:
+        """The bytes of a range; zeros, which no checksum fits, if they cannot be read."""
         data = torch.zeros(request.stop - request.start, dtype=torch.uint8)
         try:
             read_unverified(self._folder / request.file, data.numpy().data, request.start)
         except DamagedCheckpointError as error:
-            errors.append(error.finding)
+            self._findings.append(error.finding)
         return data
 
 

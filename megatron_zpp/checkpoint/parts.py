@@ -12,12 +12,12 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from megatron_zpp.checkpoint.disk import Disk
+from megatron_zpp.checkpoint.disk import Disk, Ranks
 from megatron_zpp.checkpoint.folders import (
     LATEST_FILE,
     RELEASE,
@@ -42,7 +42,7 @@ from megatron_zpp.checkpoint.manifest import (
     marker_json,
     read_marker,
 )
-from megatron_zpp.checkpoint.other_disks import OtherDisks, Ranks
+from megatron_zpp.checkpoint.other_disks import OtherDisks
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.system.owner import own_token
 
@@ -221,6 +221,23 @@ class PartsFinder:
     def _older_than(self, name: str) -> list[str]:
         return [other for other in self.names if _iteration(other) < _iteration(name)]
 
+    def verified(self, parts: Parts) -> tuple[Parts, list[str], list[str]]:
+        """Reads all files of a checkpoint on all disks. Returns it without those that are damaged on a disk.
+
+        Also what is wrong with files that are good nowhere, and with those that are good on another disk; alike on every rank.
+        """
+        own = [file for file in parts.manifest.files if self._disk.index in parts.disks_of[file.name]]
+        with CheckpointReader(parts.folder, parts.manifest) as reader:
+            found = {file.name: reader.damage(file) for file in own[self._disk.rank - self._disk.ranks[0] :: len(self._disk.ranks)]}
+            of_pieces = list(reader.verify([]))
+        answers = self._ranks.gather(json.dumps({name: finding for name, finding in found.items() if finding}))
+        damaged = {(rank // self._disk.ranks_per_disk, *pair) for rank, text in enumerate(answers) for pair in json.loads(text).items()}
+        unusable = {(disk, name) for disk, name, _ in damaged}
+        disks_of = {name: [disk for disk in disks if (disk, name) not in unusable] for name, disks in parts.disks_of.items()}
+        texts = [(f"{finding} (on {self._node(disk)})", bool(disks_of[name])) for disk, name, finding in sorted(damaged)]
+        findings = [text for text, has_copy in texts if not has_copy]
+        return replace(parts, disks_of=disks_of), of_pieces + findings, [text for text, has_copy in texts if has_copy]
+
     def open(self, parts: Parts, announce: Callable[[str], None]) -> CheckpointReader:
         """A reader of the checkpoint. announce: receives a line about bytes that come from other disks."""
         others = OtherDisks(parts.folder, self._disk, self._ranks, parts.disks_of, announce)
@@ -262,7 +279,7 @@ def finish_interrupted_save(directory: Path, disk: Disk, check_lock: Callable[[]
         written = [(left, read_marker(left.folder)) for left in _written_in(directory)]
     except Exception as found:  # whatever it is, other disks must not wait for this one
         error = str(found)
-    answers = [json.loads(text) for text in disk.gather_firsts(json.dumps([error, list(named.items())]))]
+    answers = [json.loads(text) for text in disk.firsts.gather(json.dumps([error, list(named.items())]))]
     if errors := [f"{error} (on node {index})" for index, (error, _) in enumerate(answers) if error]:
         raise CheckpointError("\n".join(errors))
     named_somewhere = {tuple(pair) for _, pairs in answers for pair in pairs}

@@ -91,18 +91,18 @@ class CheckpointReader:
         """Raises CheckpointError if nodes have saved on disks of their own, and files of some of them are not here."""
         if manifest.topology.get("disks", 1) == 1:
             return
-        missing = [file.name for file in manifest.files if not (self._folder_of(file.name) / file.name).exists()]
+        missing = [file.name for file in manifest.files if not (self._folders_of(file.name)[0] / file.name).exists()]
         if missing:
             raise CheckpointError(
                 f"{self.folder} is a part of a checkpoint on the disks of {manifest.topology['disks']} nodes and lacks {missing[0]}; "
                 "give --node-local-checkpoints to a run, the folders of all nodes to a tool (--load DIR DIR), or copy them into one folder"
             )
 
-    def _folder_of(self, file: str) -> Path:
-        """The folder of the part that has a file; the first one if none has."""
+    def _folders_of(self, file: str) -> Sequence[Path]:
+        """The folders of the parts that have a file; the first part if none has."""
         if len(self._parts) == 1:
-            return self.folder  # without asking the file system
-        return next((part for part in self._parts if (part / file).exists()), self.folder)
+            return self._parts  # without asking the file system
+        return [part for part in self._parts if (part / file).exists()] or self._parts[:1]
 
     def read(self, parameter: str, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of one state of a flattened parameter, [stop - start] in the state's element type on the CPU.
@@ -132,18 +132,30 @@ class CheckpointReader:
         Raises DamagedCheckpointError if an element of any parameter is missing or stored twice, and if bytes differ from those that were
         written.
         """
+        elsewhere: dict[str, list[Wanted]] = {}
         try:
-            by_file = self._wanted_by_file(pieces)
+            for name, wanted in self._wanted_by_file(pieces).items():
+                if not self._fill_from_here(name, wanted):
+                    elsewhere[name] = wanted
         except DamagedCheckpointError as error:
             if self._others is not None:
                 self._others.read((), self.manifest.chunk_bytes, error.finding)
             raise
         if self._others is not None:
-            elsewhere = {name: by_file.pop(name) for name in [*by_file] if self._others.alone_have(name)}
             ranges = (each for name, wanted in elsewhere.items() for each in self._ranges_of(name, wanted))
             self._others.read(ranges, self.manifest.chunk_bytes)
-        for name, wanted in by_file.items():
+
+    def _fill_from_here(self, name: str, wanted: Sequence[Wanted]) -> bool:
+        """Fills what is wanted of a file. False if only the disks of other nodes have it, or have it undamaged."""
+        if self._others is not None and self._others.alone_have(name):
+            return False
+        try:
             self._read_chunks(self._files[name], self._chunks_of(name, wanted), _scatterer(wanted))
+        except DamagedCheckpointError as error:
+            if self._others is None or not self._others.have_another(name, error.finding):
+                raise
+            return False
+        return True
 
     def _wanted_by_file(self, pieces: Iterable[Piece]) -> dict[str, list[Wanted]]:
         """What each file has of the pieces, by place. Raises DamagedCheckpointError if an element is missing or stored twice."""
@@ -175,10 +187,15 @@ class CheckpointReader:
         """Verifies the pieces, and every byte of the files (all by default). Yields the findings about pieces, and one per damaged file."""
         yield from (f"{self.folder} is incomplete or contradicts itself: {error}" for error in self._errors_of_pieces)
         for stored in self.manifest.files if files is None else files:
-            try:
-                self._read_ranges(stored, [(0, stored.nbytes)], lambda data, start: None)
-            except DamagedCheckpointError as error:
-                yield error.finding
+            yield from filter(None, (self.damage(stored, folder) for folder in self._folders_of(stored.name)))
+
+    def damage(self, stored: StoredFile, folder: Path | None = None) -> str:
+        """What is wrong with a file; empty if nothing is. folder: of the part of which it is read."""
+        try:
+            self._read_ranges(stored, [(0, stored.nbytes)], lambda data, start: None, folder)
+        except DamagedCheckpointError as error:
+            return error.finding
+        return ""
 
     @cached_property
     def _errors_of_pieces(self) -> tuple[str, ...]:
@@ -197,12 +214,25 @@ class CheckpointReader:
         ranges = byte_ranges((place.source for place in wanted), chunk_bytes)
         return chunk_ranges(ranges, chunk_bytes, self._files[name].nbytes, CHUNKS_AT_ONCE)
 
-    def _read_ranges(self, stored: StoredFile, ranges: Iterable[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
+    def _read_ranges(
+        self,
+        stored: StoredFile,
+        ranges: Iterable[tuple[int, int]],
+        use: Callable[[memoryview, int], None],
+        folder: Path | None = None,
+    ) -> None:
         """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each range of chunks."""
-        self._read_chunks(stored, chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE), use)
+        self._read_chunks(stored, chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE), use, folder)
 
-    def _read_chunks(self, stored: StoredFile, chunks: Iterable[ByteRange], use: Callable[[memoryview, int], None]) -> None:
-        file = VerifiedFile(self._folder_of(stored.name), stored, self.manifest.chunk_bytes)
+    def _read_chunks(
+        self,
+        stored: StoredFile,
+        chunks: Iterable[ByteRange],
+        use: Callable[[memoryview, int], None],
+        folder: Path | None = None,
+    ) -> None:
+        """folder: of the part of which the file is read; by default the first that has it."""
+        file = VerifiedFile(folder or self._folders_of(stored.name)[0], stored, self.manifest.chunk_bytes)
         try:
             file.for_each_range(chunks, use)
         finally:

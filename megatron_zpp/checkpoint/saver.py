@@ -11,12 +11,12 @@ The steps of a save, and what is on the disk after each:
     7 rank 0 deletes what --keep-last and --save-retain-interval do not keep
 
 In steps 2 to 7 of an asynchronous save no rank waits in a collective of the world. Each rank writes in a background thread, and the thread
-of rank 0 polls for the files of step 3.
+of rank 0 polls for the files of step 3. In every save a thread does the steps from 4 on.
 
 Where every node has a disk of its own, the first rank of each node does what rank 0 does here. These ranks tell each other what is in
-their records, so that every manifest names the files of all nodes. None begins with step 5, 6 or 7 before all have done the one before, so
-a checkpoint that some `latest` names is on all disks. One that a crash leaves with its name on some disks only has been written on all;
-`parts.finish_interrupted_save` names it on the others.
+their records, so that every manifest names the files of all nodes, and send each other the copies that are asked for (`copies`) before
+step 4. None begins with step 5, 6 or 7 before all have done the one before, so a checkpoint that some `latest` names is on all disks. One
+that a crash leaves with its name on some disks only has been written on all; `parts.finish_interrupted_save` names it on the others.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_zpp.checkpoint.copies import ROUNDS_AT_A_TIME, Copies
 from megatron_zpp.checkpoint.disk import Disk, Gather
 from megatron_zpp.checkpoint.durable import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS
 from megatron_zpp.checkpoint.folders import (
@@ -104,10 +106,14 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint. not_deleted: iterations that could not be deleted, because they are being read or the file system refuses."""
+    """A complete checkpoint. copied_bytes: that came to this disk from others.
+
+    not_deleted: iterations that could not be deleted, because they are being read or the file system refuses.
+    """
 
     iteration: int
     nbytes: int
+    copied_bytes: int
     seconds: float
     not_deleted: tuple[int, ...]
 
@@ -139,7 +145,7 @@ class CheckpointSaver:
 
     gather: returns the text of every rank, in rank order. check_lock: raises CheckpointError if this run may not save there any more; the
     first rank of each disk calls it before anything is written and before the checkpoint gets its name. disk: by default, all ranks
-    share one.
+    share one. count_copied: receives bytes that come from other disks, in a thread of the first rank of each disk.
     """
 
     def __init__(
@@ -150,6 +156,7 @@ class CheckpointSaver:
         gather: Gather = gather_texts,
         check_lock: Callable[[], None] = lambda: None,
         disk: Disk | None = None,
+        count_copied: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self.directory = directory
         self._share = share
@@ -157,6 +164,8 @@ class CheckpointSaver:
         self._options = options
         self._gather = gather
         self._check_lock = check_lock
+        self._count_copied = count_copied
+        self._latest_sign = 0.0  # when the thread that finishes a save has last got on
         self._save: _Save | None = None
         self._is_reported = True
         self._snapshot = HostSnapshot(share.pieces) if options.in_background else None
@@ -183,7 +192,7 @@ class CheckpointSaver:
             return None
         _resolve(save.written, lambda: self._write_share(save, self._share.pieces))
         self._wait_until_all_wrote(save)
-        self._finish_save(save)
+        threading.Thread(target=self._finish_save, args=(save,), name="checkpoint", daemon=True).start()
         return self.finish()
 
     def wait_for_copy(self) -> None:
@@ -214,7 +223,11 @@ class CheckpointSaver:
             return None
         save, was_reported = self._save, self._is_reported
         self._wait_until_all_wrote(save)
-        error = self._error_of_first(save) if self._disk.is_first else ""
+        self._latest_sign = time.monotonic()
+        # A rank that has nothing to finish waits in gathers that are never longer than a collective may be.
+        while not all(self._gather("yes" if self._is_over(save) else "")):
+            pass
+        error = _error_text(save.finished.result) if self._disk.is_first else ""
         # Another disk may have named what is sealed here. The next save, or the next run, asks all of them.
         self._raise_if_any_failed(error, save.unfinished, is_kept=self._disk.count > 1 and save.sealed.is_set())
         self._save, self._is_reported = None, True
@@ -227,17 +240,24 @@ class CheckpointSaver:
         except CheckpointError:
             save.given_up.set()
             if self._disk.is_first and self._snapshot is not None:
-                self._error_of_first(save)  # its thread may still be telling the other disks
+                self._latest_sign = time.monotonic()
+                while not self._is_over(save):  # its thread may still be telling the other disks
+                    pass
             raise
         save.all_written.set()
 
-    def _error_of_first(self, save: _Save) -> str:
-        """The text of the error with which this first rank's part of the save has ended, or an empty string."""
+    def _is_over(self, save: _Save) -> bool:
+        """Whether this rank has finished the save, or has nothing to finish. Waits for it a part of the disk's limit."""
+        if not self._disk.is_first:
+            return True
+        limit = self._disk.limit_seconds
         try:
-            save.finished.exception(self._disk.limit_seconds)
+            save.finished.exception(None if limit is None else limit / 4)
         except TimeoutError:
-            raise RuntimeError(f"the disks of other nodes have not finished a save within {self._disk.limit_seconds:.0f} s") from None
-        return _error_text(save.finished.result)
+            if limit is not None and time.monotonic() - self._latest_sign > limit:
+                raise RuntimeError(f"the disks of other nodes have not gone on with a save for {limit:.0f} s") from None
+            return False
+        return True
 
     def _raise_if_any_failed(self, error: str, unfinished: Path, *, is_kept: bool = False) -> None:
         """Raises CheckpointError on every rank, and deletes the unfinished folder unless it is kept, if any rank has an error."""
@@ -260,7 +280,7 @@ class CheckpointSaver:
             token = own_token()
             error = _error_text(lambda: self._make_folder(staged_folder(final, Stage.UNFINISHED, token)))
         answers = [json.loads(text) for text in self._gather(json.dumps([token, error, self._share.nbytes]))]
-        on_disk = [answers[rank] for rank in self._disk.ranks]
+        on_disk = [answers[rank] for index in (self._disk.index, *self._disk.copied_here) for rank in self._disk.ranks_of(index)]
         token, _, _ = on_disk[0]
         folder = staged_folder(final, Stage.UNFINISHED, token)
         errors = [error for _, error, _ in answers]
@@ -308,7 +328,8 @@ class CheckpointSaver:
 
     def _make_checkpoint(self, save: _Save) -> SavedCheckpoint:
         manifest, records = self._what_was_written(save)
-        record, own_files = Record.joined(records), records[self._disk.index].files
+        copies = self._copied(save, [record.files for record in records])
+        record, own_files = Record.joined(records), (*records[self._disk.index].files, *copies)
         disks = {"disks": self._disk.count} if self._disk.count > 1 else {}
         manifest = replace(manifest, files=record.files, pieces=record.pieces, topology={**manifest.topology, **disks})
         markers = self._on_all_disks(lambda: self._seal(save, manifest, own_files))
@@ -318,7 +339,8 @@ class CheckpointSaver:
         self._on_all_disks(lambda: move_latest(self.directory, str(manifest.iteration)))
         not_deleted = {iteration for of_disk in self._on_all_disks(lambda: self._delete_old(save)) for iteration in of_disk}
         seconds = time.monotonic() - save.started
-        return SavedCheckpoint(manifest.iteration, sum(file.nbytes for file in record.files), seconds, tuple(sorted(not_deleted)))
+        nbytes, copied_bytes = (sum(file.nbytes for file in files) for files in (record.files, copies))
+        return SavedCheckpoint(manifest.iteration, nbytes, copied_bytes, seconds, tuple(sorted(not_deleted)))
 
     def _what_was_written(self, save: _Save) -> tuple[Manifest, list[Record]]:
         """The manifest of rank 0, as the paths in the flags of others may differ, and what the ranks of each disk have written there."""
@@ -333,6 +355,20 @@ class CheckpointSaver:
         records = [Record.from_other_disk(text, f"the record of node {index}") for index, (text, _) in enumerate(found)]
         return manifest_of(iteration_folder(self.directory, save.manifest.iteration), found[0][1].encode()), records
 
+    def _copied(self, save: _Save, files: Sequence[Sequence[StoredFile]]) -> tuple[StoredFile, ...]:
+        """Copies files to other disks. files: by disk, what its ranks have written. Returns those that have come to this one."""
+        if self._disk.copies == 1:
+            return ()
+
+        def count(nbytes: int) -> None:
+            self._latest_sign = time.monotonic()
+            self._count_copied(nbytes)
+
+        copies = Copies(save.unfinished, self._disk, files, save.manifest.chunk_bytes, count)
+        for first in range(0, copies.rounds, ROUNDS_AT_A_TIME):
+            self._on_all_disks(partial(copies.exchange, range(first, min(first + ROUNDS_AT_A_TIME, copies.rounds))))
+        return copies.files
+
     def _on_all_disks(self, task: Callable[[], Result]) -> list[Result]:
         """Does a part of the task on the first rank of every disk, and returns the answers, which must be JSON, when all are done.
 
@@ -343,8 +379,9 @@ class CheckpointSaver:
         future: Future[Result] = Future()
         _resolve(future, task)
         error = _error_text(future.result)
-        gather = self._disk.gather_firsts if self._snapshot is None else self._disk.gather_in_background
-        answers = [json.loads(text) for text in gather(json.dumps([None if error else future.result(), error]))]
+        own = json.dumps([None if error else future.result(), error])
+        answers = [json.loads(text) for text in self._disk.firsts_in_background.gather(own)]
+        self._latest_sign = time.monotonic()
         errors = [f"{error} (on node {index})" for index, (_, error) in enumerate(answers) if error]
         if errors:
             raise CheckpointError("\n".join(errors))

@@ -241,6 +241,7 @@ REFUSED: dict[str, str] = {
         ("--non-persistent-ckpt-type", "--non-persistent-local-ckpt-dir", "--non-persistent-local-ckpt-algo"),
         "use --node-local-checkpoints with --save and --load, folders on each node's own disk",
     ),
+    **dict.fromkeys(("--replication", "--replication-jump", "--replication-factor"), "use --save-copies, the nodes with each file"),
     "--non-persistent-save-interval": "use --save-interval and --keep-last, there is one folder of checkpoints",
     "--non-persistent-global-ckpt-dir": "use --save, --save-interval and --keep-last, there is one folder of checkpoints",
     "--train-data-exact-num-epochs": "use --train-samples",

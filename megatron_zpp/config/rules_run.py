@@ -31,6 +31,7 @@ def check_resolved(config: Config, world_size: int) -> None:
     """Raises FlagError for the first rule that the filled-in values break in a world of `world_size` ranks."""
     check_tokenizer(config)
     check_profiled_ranks(config, world_size)
+    check_copies(config, world_size)
 
 
 def check_loss_scales(config: Config) -> None:
@@ -72,6 +73,13 @@ def check_tokenizer(config: Config) -> None:
     for name, meaning in NEEDED_BY_TOKENIZER.get(data.tokenizer_type, NEEDED_BY_OTHERS).items():
         if config.value_of(name) is None:
             raise FlagError(f"--tokenizer-type {data.tokenizer_type} needs {meaning}; give {spelling_of(name)}.")
+
+
+def check_copies(config: Config, world_size: int) -> None:
+    copies, nodes = config.checkpoint.save_copies, world_size // config.distributed.ranks_per_node
+    if copies > nodes:
+        remedy = "leave --save-copies out" if nodes == 1 else f"choose {nodes} or fewer"
+        raise FlagError(f"--save-copies {copies} needs {copies} nodes with a disk each, and this run has {nodes}; {remedy}.")
 
 
 def check_retained_checkpoints(config: Config) -> None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -96,14 +95,14 @@ class World:
         ):
             yield
 
-    def gathering_among(self, ranks: Sequence[int], *, in_background: bool) -> Callable[[str], list[str]]:
-        """What gathers a text of each of these ranks. Every rank of the world must call this.
+    def messages_among(self, ranks: Sequence[int], *, in_background: bool) -> GroupRanks:
+        """Messages among these ranks. Every rank of the world must call this.
 
         in_background: for a thread beside the main one, which waits without a limit, because the main thread finds lost ranks.
         """
         with self.connecting():
             group = dist.new_group(list(ranks), backend="gloo", timeout=NO_LIMIT if in_background else self.collective_timeout)
-        return partial(gather_texts, group=group)
+        return GroupRanks(group)
 
     def hosts(self) -> list[str]:
         """The host name of every rank, in rank order."""
@@ -222,19 +221,22 @@ def _gather(values: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     return gathered
 
 
-class WorldRanks:
-    """Messages among all ranks, which all call the same methods in the same order: checkpoint/other_disks.py says what they do."""
+class GroupRanks:
+    """Messages among all ranks of a group, by default the world: checkpoint/disk.py says what they do."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
 
     def gather(self, text: str) -> list[str]:
-        return gather_texts(text)
+        return gather_texts(text, self._group)
 
     def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
         output = torch.empty(sum(numels), dtype=torch.uint8)
-        dist.all_to_all_single(output, torch.cat(list(sent)), list(numels), [part.numel() for part in sent])
+        dist.all_to_all_single(output, torch.cat(list(sent)), list(numels), [part.numel() for part in sent], group=self._group)
         return list(output.split(list(numels)))
 
     def broadcast(self, data: Tensor, source: int) -> None:
-        dist.broadcast(data, source)
+        dist.broadcast(data, source, group=self._group)
 
 
 def joined_errors(errors: Sequence[str]) -> str:

@@ -274,18 +274,21 @@ def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:
 
 
 def _checkpoint(plan: RunPlan, world: PlannedWorld) -> str:
-    """Bytes of a checkpoint, and those of them that a save sends between nodes; empty without --save."""
+    """Bytes of a checkpoint, on each disk, and those that a save sends between nodes; empty without --save."""
     if plan.config.checkpoint.save is None:
         return ""
     whole = checkpoint_bytes(plan.config, plan.grid, plan.padded_vocab_size)
     each = f"{whole / GIGABYTE:.4g} GB each"
     if world.nodes == 1:
         return each
-    if plan.config.checkpoint.node_local_checkpoints:
-        return f"{each}, {whole / world.nodes / GIGABYTE:.4g} GB on the disk of each node; a save sends none of them between nodes"
     crossing = saved_between_nodes(plan.config, plan.grid, plan.padded_vocab_size)
-    rate = plan.config.plan.inter_gigabits
+    rate, copies = plan.config.plan.inter_gigabits, plan.config.checkpoint.save_copies
     seconds = "" if rate is None else f", in {crossing * 8 / (rate * GIGABYTE):.4g} s"
+    if plan.config.checkpoint.node_local_checkpoints:
+        each += f", {whole * copies / world.nodes / GIGABYTE:.4g} GB on the disk of each node"
+        if copies == 1:
+            return f"{each}; a save sends none of them between nodes"
+        return f"{each} with copies; a save sends {crossing / GIGABYTE:.4g} GB into each node{seconds}"
     return (
         f"{each}; if one of the nodes has the disk, a save sends {crossing / GIGABYTE:.4g} GB between nodes{seconds} "
         "(none with --node-local-checkpoints)"

@@ -24,12 +24,12 @@ def disk_of(config: Config, world: World) -> Disk:
     """The disk of checkpoints of this rank. Every rank must call it."""
     if not config.checkpoint.node_local_checkpoints or config.distributed.ranks_per_node == world.world_size:
         return Disk.of_all(world.rank, world.world_size)
-    alone = Disk(world.rank, world.world_size, config.distributed.ranks_per_node)
+    alone = Disk(world.rank, world.world_size, config.distributed.ranks_per_node, config.checkpoint.save_copies)
     firsts = [alone.ranks_of(index)[0] for index in range(alone.count)]
     return replace(
         alone,
-        gather_firsts=world.gathering_among(firsts, in_background=False),
-        gather_in_background=world.gathering_among(firsts, in_background=True),
+        firsts=world.messages_among(firsts, in_background=False),
+        firsts_in_background=world.messages_among(firsts, in_background=True),
         limit_seconds=world.collective_timeout.total_seconds(),
     )
 

@@ -10,6 +10,7 @@ from megatron_zpp.checkpoint.engine_state import manifest_of, share_of
 from megatron_zpp.checkpoint.folders import read_latest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, Config
 from megatron_zpp.parallel.initialize import gather_texts
 from megatron_zpp.training.writers import Writers
@@ -35,7 +36,7 @@ class RunSaver:
             share = share_of(engine, with_moments=self._with_moments)
             lock = writers.save_lock
             options = SaveOptions(checkpoint.async_save, checkpoint.keep_last, checkpoint.save_retain_interval)
-            self._saver = CheckpointSaver(Path(self._directory), share, options, gather_texts, lock.check, lock.disk)
+            self._saver = CheckpointSaver(Path(self._directory), share, options, gather_texts, lock.check, lock.disk, self._count_copied)
 
     def save(self, progress: Progress) -> None:
         """Saves a checkpoint. With --async-save the state must not change before `wait_for_copy` returns."""
@@ -80,13 +81,17 @@ class RunSaver:
             "goes on from there (--exit-signal-handler saves before it ends)"
         )
 
+    def _count_copied(self, nbytes: int) -> None:
+        self._engine.links.ledger.book(Category.COPIES, Traffic(inter_bytes=nbytes))
+
     def _report(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:
             return
-        gigabytes = saved.nbytes / 2**30
+        gigabytes, copied = saved.nbytes / 2**30, saved.copied_bytes / 2**30
         lines = [
             f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {self._directory}",
             f"Checkpoint Save GB: {gigabytes:.3f}, GB/Sec: {gigabytes / saved.seconds:.3f}, Latency(second): {saved.seconds:.3f}",
+            *([f"  copies on the disks of other nodes: {copied:.3f} GB into each node"] if copied else []),
             *(
                 f"WARNING: could not delete the checkpoint at iteration {kept}: it is being read, or the file system refuses"
                 for kept in saved.not_deleted

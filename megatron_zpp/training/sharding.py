@@ -80,10 +80,9 @@ def checkpoint_bytes(config: Config, grid: Grid, padded_vocab_size: int) -> int:
 
 
 def saved_between_nodes(config: Config, grid: Grid, padded_vocab_size: int) -> float:
-    """Bytes of a save that cross the link between nodes, if one of them has the disk of a folder that all share."""
-    if config.checkpoint.node_local_checkpoints:
-        return 0
-    return checkpoint_bytes(config, grid, padded_vocab_size) * (grid.nodes - 1) / grid.nodes
+    """Bytes of a save that enter a node: the one with the disk that all share, or each that has copies of files of others."""
+    others = config.checkpoint.save_copies - 1 if config.checkpoint.node_local_checkpoints else grid.nodes - 1
+    return checkpoint_bytes(config, grid, padded_vocab_size) * others / grid.nodes
 
 
 def grid_of(config: Config, world_size: int) -> Grid:

@@ -27,7 +27,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import GROUP_OF_FIELD, CheckpointConfig, Config
 from megatron_zpp.monitor.jsonl import has_earlier_lines
-from megatron_zpp.parallel.initialize import StartupError, World, WorldRanks, gather_texts
+from megatron_zpp.parallel.initialize import GroupRanks, StartupError, World, gather_texts
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.sample_order import ordered_samples
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
@@ -227,10 +227,10 @@ def _find_in_parts(checkpoint: CheckpointConfig, world: World, disk: Disk, annou
         for directory, step in ((checkpoint.load, checkpoint.ckpt_step), (checkpoint.pretrained_checkpoint, None)):
             if directory is None:
                 continue
-            finder = PartsFinder(Path(directory), disk, WorldRanks())
+            finder = PartsFinder(Path(directory), disk, GroupRanks())
             names, notice = finder.candidates(step, may_be_older=may_be_older)
             if names:
-                parts, notices = _whole_one(finder, names, disk, may_be_older=may_be_older)
+                parts, notices = _whole_one(finder, names, may_be_older=may_be_older)
                 with world.agreement():
                     reader = finder.open(parts, announce)
                 stored = StoredRun.of(checkpoint, parts.folder, parts.manifest)
@@ -242,7 +242,7 @@ def _find_in_parts(checkpoint: CheckpointConfig, world: World, disk: Disk, annou
     return ResumeSource(None, None)
 
 
-def _whole_one(finder: PartsFinder, names: Sequence[str], disk: Disk, *, may_be_older: bool) -> tuple[Parts, tuple[str, ...]]:
+def _whole_one(finder: PartsFinder, names: Sequence[str], *, may_be_older: bool) -> tuple[Parts, tuple[str, ...]]:
     """The first of the named checkpoints that is whole, and warnings about those before it, which only may_be_older allows.
 
     With may_be_older it is verified. Raises CheckpointError if there is none.
@@ -253,23 +253,17 @@ def _whole_one(finder: PartsFinder, names: Sequence[str], disk: Disk, *, may_be_
         except NotWholeError as error:
             raise CheckpointError(f"{error}; {finder.remedy(names[0])}") from error
 
+    with_copies: list[str] = []
+
     def look(name: str) -> tuple[Parts | None, Sequence[str]]:
         try:
-            parts = finder.find(name)
+            parts, findings, with_copies[:] = finder.verified(finder.find(name))
         except NotWholeError as error:
             return None, [str(error)]
-        return parts, _findings_on_disks(parts, disk)
+        return parts, findings
 
-    return _first_good(finder.directory, names, look)
-
-
-def _findings_on_disks(parts: Parts, disk: Disk) -> list[str]:
-    """What is damaged in the files of a checkpoint; the ranks of each disk share its files."""
-    own = [file for file in parts.manifest.files if disk.index in parts.disks_of[file.name]]
-    with CheckpointReader(parts.folder, parts.manifest) as reader:
-        findings = list(reader.verify(own[disk.rank - disk.ranks[0] :: len(disk.ranks)]))
-    by_rank = enumerate(gather_texts("\n".join(findings)))
-    return sorted({f"{finding} (on node {rank // disk.ranks_per_disk})" for rank, text in by_rank for finding in text.splitlines()})
+    found, notices = _first_good(finder.directory, names, look)
+    return found, (*notices, *(f"WARNING: {text}; the copy on another node's disk is read" for text in with_copies))
 
 
 def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, ...]]:

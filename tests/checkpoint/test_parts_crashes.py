@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from harness.patience import PATIENCE_SECONDS
 from harness.small_state import Ranks, set_state, state_at
 
 from megatron_zpp.checkpoint import folders, parts, saver, unfinished
-from megatron_zpp.checkpoint.disk import Gather
+from megatron_zpp.checkpoint.disk import Gather, OneRank
 from megatron_zpp.checkpoint.folders import leftovers
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.checkpoint.parts import finish_interrupted_save
@@ -26,16 +27,18 @@ from megatron_zpp.system.owner import own_token
 
 WORLD_SIZE, NO_SUCH_MOMENT = 4, 200
 WAITING, IN_BACKGROUND = SaveOptions(keep_last=1), SaveOptions(in_background=True, keep_last=1)
-# The node that is hit, how it saves, and whether the save replaces the only checkpoint.
+# The node that is hit, how it saves, whether the save replaces the only checkpoint, and on how many disks each file is.
+SHORT = {
+    "node 0, waiting, the same iteration": (0, WAITING, True, 1),
+    "node 1, in background, a new iteration": (1, IN_BACKGROUND, False, 1),
+    "node 1, waiting, the same iteration, with copies": (1, WAITING, True, 2),
+}
 CASES = [
-    pytest.param(0, WAITING, True, id="node 0, waiting, the same iteration"),
-    pytest.param(1, IN_BACKGROUND, False, id="node 1, in background, a new iteration"),
+    *(pytest.param(*case, id=name) for name, case in SHORT.items()),
     *(
-        pytest.param(victim, options, replaces, marks=pytest.mark.long)
-        for victim in (0, 1)
-        for options in (WAITING, IN_BACKGROUND)
-        for replaces in (False, True)
-        if (victim, options, replaces) not in ((0, WAITING, True), (1, IN_BACKGROUND, False))
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in product((0, 1), (WAITING, IN_BACKGROUND), (False, True), (1, 2))
+        if case not in SHORT.values()
     ),
 ]
 
@@ -44,10 +47,10 @@ class NodeLost(OSError):
     """A call on the disk of a node that has died."""
 
 
-def moments(folder: Path) -> Iterator[tuple[int, list[Path]]]:
+def moments(folder: Path, copies: int) -> Iterator[tuple[int, list[Path]]]:
     """Moments, counted from 1, each with two disks of its own that have iteration 1."""
     base = [folder / "node 0", folder / "node 1"]
-    Ranks(base, state_at(1), WORLD_SIZE).save(1)
+    Ranks(base, state_at(1), WORLD_SIZE, copies=copies).save(1)
     for moment in range(1, NO_SUCH_MOMENT):
         place = folder / f"moment {moment}"
         yield moment, [Path(shutil.copytree(disk, place / disk.name)) for disk in base]
@@ -74,13 +77,13 @@ def next_run(disks: Sequence[Path]) -> int:
     return held
 
 
-@pytest.mark.parametrize(("victim", "options", "replaces"), CASES)
+@pytest.mark.parametrize(("victim", "options", "replaces", "copies"), CASES)
 def test_a_node_that_dies_at_any_moment_of_a_save_costs_no_checkpoint(
-    tmp_path: Path, victim: int, options: SaveOptions, replaces: bool
+    tmp_path: Path, victim: int, options: SaveOptions, replaces: bool, copies: int
 ) -> None:
     seen = set()
-    for moment, disks in moments(tmp_path):
-        ranks = Ranks(disks, state_at(2), WORLD_SIZE, options)
+    for moment, disks in moments(tmp_path, copies):
+        ranks = Ranks(disks, state_at(2), WORLD_SIZE, options, copies=copies)
 
         def die(ranks: Ranks = ranks) -> None:
             ranks.lose_nodes()
@@ -88,12 +91,22 @@ def test_a_node_that_dies_at_any_moment_of_a_save_costs_no_checkpoint(
 
         with of_a_process_that_ends(), at_call(disks[victim], moment, die, stays=True) as calls:
             is_saved = saves(ranks, 1 if replaces else 2)
+        if copies == 2:
+            check_the_other_disk_is_enough(disks, victim, tmp_path / f"without {moment}", is_saved=is_saved)
         held = next_run(disks)
         assert held == 2 or not is_saved
         seen.add(held)
         if len(calls) < moment:
             break
     assert moment > 15 and is_saved and seen == {1, 2}
+
+
+def check_the_other_disk_is_enough(disks: Sequence[Path], victim: int, folder: Path, *, is_saved: bool) -> None:
+    """Asserts that without the disk of the node that died the next run finds a whole checkpoint."""
+    left = list(disks)
+    left[victim] = folder
+    held, _ = loaded(left)
+    assert held == 2 or not is_saved
 
 
 @contextmanager
@@ -123,14 +136,14 @@ def saves(ranks: Ranks, iteration: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("victim", "options", "replaces"), CASES)
+@pytest.mark.parametrize(("victim", "options", "replaces", "copies"), CASES)
 def test_a_call_that_fails_at_any_moment_of_a_save_costs_no_checkpoint_and_the_run_can_save_again(
-    tmp_path: Path, victim: int, options: SaveOptions, replaces: bool
+    tmp_path: Path, victim: int, options: SaveOptions, replaces: bool, copies: int
 ) -> None:
     outcomes = []
-    for moment, disks in moments(tmp_path):
+    for moment, disks in moments(tmp_path, copies):
         state = state_at(2)
-        ranks = Ranks(disks, state, WORLD_SIZE, options)
+        ranks = Ranks(disks, state, WORLD_SIZE, options, copies=copies)
 
         def fail() -> None:
             raise OSError(5, "Input/output error")
@@ -202,36 +215,43 @@ def test_a_message_that_reaches_one_node_alone_costs_no_checkpoint(tmp_path: Pat
     first = ranks.disks[2]
     count = 0
 
-    def lose_the_third(text: str) -> list[str]:
+    def lose_the_second(text: str) -> list[str]:
         nonlocal count
         count += 1
-        found = first.gather_firsts(text)
-        if count == 3:  # what was interrupted, what was written, what is sealed
-            first.gather_firsts(json.dumps([None, "the connection is lost"]))  # so that node 0 need not wait for its next answer
+        found = first.firsts.gather(text)
+        if count == 2:  # what was written, what is sealed
+            first.firsts.gather(json.dumps([None, "the connection is lost"]))  # so that node 0 need not wait for its next answer
             raise RuntimeError("the connection is lost")
         return found
 
-    ranks.savers[2]._disk = replace(first, gather_firsts=lose_the_third)
+    ranks.savers[2]._disk = replace(first, firsts_in_background=gathering_by(lose_the_second))
     assert not saves(ranks, 1)
     assert next_run(disks) == 2
+
+
+def gathering_by(gather: Gather) -> OneRank:
+    """Messages of a rank whose texts are gathered by this function."""
+    messages = OneRank()
+    messages.gather = gather  # type: ignore[method-assign]
+    return messages
 
 
 def test_the_main_thread_does_not_wait_forever_for_the_first_rank_of_another_disk(tmp_path: Path) -> None:
     released = threading.Event()
     ranks = Ranks([tmp_path / "node 0", tmp_path / "node 1"], state_at(1), WORLD_SIZE, IN_BACKGROUND)
     for rank in (0, 2):
-        gather = ranks.disks[rank].gather_in_background
+        gather = ranks.disks[rank].firsts_in_background.gather
 
         def wait(text: str, gather: Gather = gather) -> list[str]:
             assert released.wait(PATIENCE_SECONDS)
             return gather(text)
 
-        ranks.savers[rank]._disk = replace(ranks.disks[rank], gather_in_background=wait, limit_seconds=0.05)
+        ranks.savers[rank]._disk = replace(ranks.disks[rank], firsts_in_background=gathering_by(wait), limit_seconds=0.05)
     ranks.save(1)
 
     def finish(each: CheckpointSaver) -> None:
         if each._disk.is_first:
-            with pytest.raises(RuntimeError, match="the disks of other nodes have not finished a save within 0 s"):
+            with pytest.raises(RuntimeError, match="the disks of other nodes have not gone on with a save for 0 s"):
                 each.finish()
         else:
             with pytest.raises(threading.BrokenBarrierError):

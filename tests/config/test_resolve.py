@@ -156,6 +156,8 @@ def test_real_data_without_lr_gets_the_default_and_a_notice():
             "--save x --save-interval 8 --save-retain-interval 20",
             ["--save-retain-interval 20", "--save-interval 8", "choose 16"],
         ),
+        ("--save x --save-copies 2", ["--save-copies 2", "a disk of each node", "give --node-local-checkpoints"]),
+        ("--save x --node-local-checkpoints --save-copies 2", ["--save-copies 2 needs 2 nodes", "has 1", "leave --save-copies out"]),
         ("--no-load-optim", ["--no-load-optim", "give --load"]),
         ("--load-last-good-checkpoint", ["--load-last-good-checkpoint", "give --load"]),
         ("--override-opt_param-scheduler", ["--override-opt-param-scheduler", "give --load"]),
@@ -174,6 +176,13 @@ def test_broken_rule_names_flag_value_and_remedy(flags, parts):
     with pytest.raises(FlagError) as error:
         resolved(flags)
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_copies_need_as_many_nodes():
+    flags = "--save x --node-local-checkpoints --global-batch-size 8 --save-copies"
+    assert resolved(f"{flags} 2", 8, 4).checkpoint.save_copies == 2
+    with pytest.raises(FlagError, match=r"--save-copies 3 needs 3 nodes with a disk each, and this run has 2; choose 2 or fewer"):
+        resolved(f"{flags} 3", 8, 4)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 

@@ -12,57 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness.dying import DISK_CALLS
-from harness.patience import PATIENCE_SECONDS
+from harness.messages import Messages
 from harness.small_state import disks_of, shares, state_at
-from harness.worlds import Barrier
-from megatron_zpp.checkpoint.parts import PartsFinder
+from megatron_zpp.checkpoint.parts import Parts, PartsFinder
 
 MOST_ITERATIONS = 5  # of states that tests save
-
-
-class Messages:
-    """The messages of ranks in threads. most_sent: the most bytes that a rank has sent at a time. gathers: how many there were of texts."""
-
-    def __init__(self, world_size: int) -> None:
-        self._barrier = Barrier(world_size, timeout=PATIENCE_SECONDS)
-        self._shown: list[Any] = [None] * world_size
-        self.most_sent = 0
-        self.gathers = 0
-
-    def of(self, rank: int) -> RankMessages:
-        return RankMessages(self, rank)
-
-    def show(self, rank: int, value: Any) -> list[Any]:
-        self._shown[rank] = value
-        self._barrier.wait()
-        shown = list(self._shown)
-        self._barrier.wait()
-        return shown
-
-
-class RankMessages:
-    """The messages of one rank, see `other_disks.Ranks`."""
-
-    def __init__(self, world: Messages, rank: int) -> None:
-        self._world = world
-        self._rank = rank
-
-    def gather(self, text: str) -> list[str]:
-        if self._rank == 0:
-            self._world.gathers += 1
-        return self._world.show(self._rank, text)
-
-    def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-        received = [parts[self._rank].clone() for parts in self._world.show(self._rank, sent)]
-        assert [part.numel() for part in received] == list(numels)
-        self._world.most_sent = max(self._world.most_sent, sum(part.numel() for part in sent))
-        return received
-
-    def broadcast(self, data: Tensor, source: int) -> None:
-        data.copy_(self._world.show(self._rank, data.clone())[source])
 
 
 def on_ranks(world_size: int, act: Callable[[int], Any]) -> list[Any]:
@@ -92,9 +48,18 @@ def loaded(directories: Sequence[Path], world_size: int = 4, step: int | None = 
     return held, nbytes
 
 
-def held_by(finder: PartsFinder, name: str, rank: int, world_size: int) -> tuple[int, int]:
+def held_by(
+    finder: PartsFinder, name: str, rank: int, world_size: int, announce: Callable[[str], None] = lambda line: None
+) -> tuple[int, int]:
     """The iteration whose state a checkpoint has, by the share of this rank, and the bytes that came from other disks."""
-    with finder.open(finder.find(name), lambda line: None) as reader:
+    return held_in(finder, finder.find(name), rank, world_size, announce)
+
+
+def held_in(
+    finder: PartsFinder, parts: Parts, rank: int, world_size: int, announce: Callable[[str], None] = lambda line: None
+) -> tuple[int, int]:
+    """The same of a checkpoint that has been found."""
+    with finder.open(parts, announce) as reader:
         nowhere = {key: torch.full_like(values, torch.nan) for key, values in state_at(0).items()}
         own = shares(nowhere, world_size)[rank].pieces
         reader.fill(own)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from harness.messages import Messages
 from harness.patience import PATIENCE_SECONDS
 from harness.run_state import run_state
 from harness.worlds import Barrier
@@ -74,27 +76,35 @@ class Gathering:
         self._barrier.abort()
 
 
-def disks_of(world_size: int, count: int, among_firsts: Gathering | None = None) -> list[Disk]:
+def disks_of(world_size: int, count: int, among_firsts: Messages | None = None, copies: int = 1) -> list[Disk]:
     """The disk of each rank of a world, where equally many ranks share each of `count` disks."""
-    among_firsts = among_firsts or Gathering(count)
+    among_firsts = among_firsts or Messages(count)
     ranks_per_disk = world_size // count
-    gathers = [among_firsts.of(rank // ranks_per_disk) for rank in range(world_size)]
-    return [Disk(rank, world_size, ranks_per_disk, gather, gather, PATIENCE_SECONDS) for rank, gather in enumerate(gathers)]
+    messages = [among_firsts.of(rank // ranks_per_disk) for rank in range(world_size)]
+    return [Disk(rank, world_size, ranks_per_disk, copies, own, own, PATIENCE_SECONDS) for rank, own in enumerate(messages)]
 
 
 class Ranks:
     """The savers of a small world; `on_each` lets all of them do the same at a time.
 
-    directory: several are those of as many disks, each of equally many ranks.
+    directory: several are those of as many disks, each of equally many ranks. copies: on how many of them each file is saved.
+    copied_bytes: of each rank, that have come from other disks.
     """
 
     def __init__(
-        self, directory: Path | Sequence[Path], state: State, world_size: int = 2, options: SaveOptions | None = None, seed: int = 0
+        self,
+        directory: Path | Sequence[Path],
+        state: State,
+        world_size: int = 2,
+        options: SaveOptions | None = None,
+        seed: int = 0,
+        copies: int = 1,
     ) -> None:
         directories = [directory] if isinstance(directory, Path) else list(directory)
         self._gathering = Gathering(world_size)
-        self._among_firsts = Gathering(len(directories))
-        self.disks = disks_of(world_size, len(directories), self._among_firsts)
+        self._among_firsts = Messages(len(directories))
+        self.disks = disks_of(world_size, len(directories), self._among_firsts, copies)
+        self.copied_bytes = [0] * world_size
         self.savers = [
             CheckpointSaver(
                 directories[disk.index],
@@ -102,9 +112,13 @@ class Ranks:
                 options or SaveOptions(),
                 self._gathering.of(share.rank),
                 disk=disk if disk.count > 1 else None,
+                count_copied=partial(self._count_copied, share.rank),
             )
             for disk, share in zip(self.disks, shares(state, world_size, seed), strict=True)
         ]
+
+    def _count_copied(self, rank: int, nbytes: int) -> None:
+        self.copied_bytes[rank] += nbytes
 
     def lose_nodes(self) -> None:
         """Ends every wait of a rank for others with an error, as connections do that are lost."""

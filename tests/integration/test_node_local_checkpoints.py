@@ -76,6 +76,26 @@ def test_a_lost_disk_ends_the_run_at_its_start_and_an_older_iteration_can_be_loa
     assert all((disk / "iter_0000006" / "complete.json").exists() for disk in disks)
 
 
+def test_with_copies_a_lost_disk_costs_nothing(
+    ranks: RankPool, tmp_path: Path, unbroken: tuple[list[Path], list[tuple[float, float]]]
+) -> None:
+    """Nor does a copy change a bit of the run that makes it, or of the next one with an empty disk."""
+    _, expected = unbroken
+    disks = [tmp_path / "disk_0", tmp_path / "disk_1"]
+    flags = f"--save disk --load disk --save-copies 2 --save-interval {SAVED_AT} --async-save"
+    codes, texts = run(ranks, tmp_path, disks, 2, f"{flags} --exit-interval {SAVED_AT}", "run.jsonl")
+    assert codes == [0] * 4
+    written = [{path.name: path.read_bytes() for path in disk.glob("iter_0000003/*.safetensors")} for disk in disks]
+    assert written[0] == written[1] and len(written[0]) == 4
+    gib = sum(len(data) for data in written[0].values()) / 2 / 2**30
+    assert f"copies on the disks of other nodes: {gib:.3f} GB into each node" in texts[0]
+    shutil.rmtree(disks[1])
+    codes, texts = run(ranks, tmp_path, disks, 2, flags, "run.jsonl")
+    assert codes == [0] * 4, texts[0]
+    assert losses(records_of(tmp_path / "run.jsonl")) == expected
+    assert {path.name for path in disks[1].glob("iter_0000006/*")} == {*written[0], "manifest.json", "complete.json"}
+
+
 def test_one_folder_of_two_nodes_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     codes, texts = run(ranks, tmp_path, [tmp_path / "disk_0"] * 2, 1, "--save disk", "run.jsonl")
     assert codes == [2, 2]

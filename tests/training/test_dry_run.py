@@ -153,8 +153,16 @@ def test_lean_is_described_by_its_parts_and_each_direction_crosses_between_nodes
     assert once["checkpoint"].startswith(f"{whole}; if one of the nodes has the disk, a save sends {half} between nodes (none with")
     own_disks = parts_of(f"{flags} --global-batch-size 4 --node-local-checkpoints")["checkpoint"]
     assert own_disks == f"{whole}, {half} on the disk of each node; a save sends none of them between nodes"
+    copied = parts_of(f"{flags} --global-batch-size 4 --node-local-checkpoints --save-copies 2 --inter-gigabits 0.5 --teraflops 1")[
+        "checkpoint"
+    ]
+    seconds = f"{7 * parameters * 8 / 0.5e9:.4g} s"
+    assert (
+        copied
+        == f"{whole}, {whole.removesuffix(' each')} on the disk of each node with copies; a save sends {half} into each node, in {seconds}"
+    )
     timed = parts_of(f"{flags} --global-batch-size 4 --inter-gigabits 0.5 --teraflops 1")["checkpoint"]
-    assert f"sends {half} between nodes, in {7 * parameters * 8 / 0.5e9:.4g} s (none" in timed
+    assert f"sends {half} between nodes, in {seconds} (none" in timed
 
 
 def test_tokens_of_a_batch_that_grows_are_those_of_its_samples() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.config.flag import COUNT, POSITIVE_COUNT, flag, needs, unless
+from megatron_zpp.config.flag import COUNT, POSITIVE_COUNT, POSITIVE_RANKS, flag, needs, unless
 
 A_FOLDER_TO_SAVE_IN = needs("save", what="a folder to save in")
 A_CHECKPOINT = needs("load", what="a checkpoint to load")
@@ -26,6 +26,14 @@ class CheckpointConfig:
         False,
         help="The folders of --save, --load and --pretrained-checkpoint are on each node's own disk, with the files of its ranks.",
         needs=needs("save", "load", "pretrained_checkpoint", what="a folder of checkpoints"),
+    )
+    save_copies: int = flag(
+        1,
+        help="Nodes that have each file of a checkpoint: with 2, those of a node are also saved on the next one, and one disk may be lost.",
+        unit="nodes",
+        allowed=POSITIVE_RANKS,
+        needs=needs("node_local_checkpoints", what="a disk of each node"),
+        without_effect=unless("save", why=", and nothing of this run is saved"),
     )
     save_interval: int | None = flag(
         None,
