@@ -176,6 +176,7 @@ def test_broken_rule_names_flag_value_and_remedy(flags, parts):
     with pytest.raises(FlagError) as error:
         resolved(flags)
     assert all(part in str(error.value) for part in parts), str(error.value)
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
 def test_copies_need_as_many_nodes():
@@ -183,7 +184,6 @@ def test_copies_need_as_many_nodes():
     assert resolved(f"{flags} 2", 8, 4).checkpoint.save_copies == 2
     with pytest.raises(FlagError, match=r"--save-copies 3 needs 3 nodes with a disk each, and this run has 2; choose 2 or fewer"):
         resolved(f"{flags} 3", 8, 4)
-    assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
