@@ -19,7 +19,7 @@ from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointE
 from megatron_zpp.checkpoint.reshard import ByteRange, chunk_ranges
 from megatron_zpp.checkpoint.verified_file import read_unverified, verify
 
-ROUND_BYTES = 8 << 20  # of one disk; with two copies four times as many are in memory: read, sent, received, and being written
+ROUND_BYTES = 8 << 20  # of one disk; with two copies three times as many are in memory: sent, received, and being written
 ROUNDS_AT_A_TIME = 16  # before the nodes agree to go on: seldom enough for a long link, and a full disk is known soon
 NOTHING = torch.empty(0, dtype=torch.uint8)
 

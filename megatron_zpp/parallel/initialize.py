@@ -95,14 +95,16 @@ class World:
         ):
             yield
 
-    def messages_among(self, ranks: Sequence[int], *, in_background: bool) -> GroupRanks:
+    def messages_among(self, ranks: Sequence[int], *, in_background: bool = False, both_ways: bool = False) -> GroupRanks:
         """Messages among these ranks. Every rank of the world must call this.
 
         in_background: for a thread beside the main one, which waits without a limit, because the main thread finds lost ranks.
+        both_ways: whether ranks send each other many bytes at a time.
         """
+        limit = NO_LIMIT if in_background else self.collective_timeout
         with self.connecting():
-            group = dist.new_group(list(ranks), backend="gloo", timeout=NO_LIMIT if in_background else self.collective_timeout)
-        return GroupRanks(group)
+            groups = [dist.new_group(list(ranks), backend="gloo", timeout=limit) for _ in range(1 + both_ways)]
+        return GroupRanks(*groups)
 
     def hosts(self) -> list[str]:
         """The host name of every rank, in rank order."""
@@ -222,18 +224,38 @@ def _gather(values: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 
 class GroupRanks:
-    """Messages among all ranks of a group, by default the world: checkpoint/disk.py says what they do."""
+    """Messages among all ranks of a group, by default the world: checkpoint/disk.py says what they do.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    downwards: a second group of the same ranks, for what goes to lower ranks. A connection of gloo sends and receives in turns: two nodes
+    that exchange bytes over one get half of what their link carries.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, downwards: dist.ProcessGroup | None = None) -> None:
         self._group = group
+        self._downwards = downwards
 
     def gather(self, text: str) -> list[str]:
         return gather_texts(text, self._group)
 
     def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        if self._downwards is not None:
+            return self._exchange_both_ways(sent, numels)
         output = torch.empty(sum(numels), dtype=torch.uint8)
         dist.all_to_all_single(output, torch.cat(list(sent)), list(numels), [part.numel() for part in sent], group=self._group)
         return list(output.split(list(numels)))
+
+    def _exchange_both_ways(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        own, ranks = dist.get_rank(self._group), dist.get_process_group_ranks(self._group)
+        received = [torch.empty(numel, dtype=torch.uint8) for numel in numels]
+        works: list[dist.Work | None] = []
+        for other, rank in enumerate(ranks):
+            if other != own and numels[other] > 0:
+                works.append(dist.irecv(received[other], rank, self._group if other < own else self._downwards))
+            if other != own and sent[other].numel() > 0:
+                works.append(dist.isend(sent[other], rank, self._group if other > own else self._downwards))
+        for work in filter(None, works):
+            work.wait()
+        return received
 
     def broadcast(self, data: Tensor, source: int) -> None:
         dist.broadcast(data, source, group=self._group)

@@ -28,8 +28,8 @@ def disk_of(config: Config, world: World) -> Disk:
     firsts = [alone.ranks_of(index)[0] for index in range(alone.count)]
     return replace(
         alone,
-        firsts=world.messages_among(firsts, in_background=False),
-        firsts_in_background=world.messages_among(firsts, in_background=True),
+        firsts=world.messages_among(firsts),
+        firsts_in_background=world.messages_among(firsts, in_background=True, both_ways=alone.copies > 1),
         limit_seconds=world.collective_timeout.total_seconds(),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -87,6 +88,14 @@ def killed(nodes: Nodes, log: Path, order: str, flags: str, victim: int, after: 
     return [code for code, _ in outcome(processes, LONGEST_SECONDS)]
 
 
+def differing(log: Path, expected: Sequence[tuple[float, float]]) -> tuple[list[int], list[int]]:
+    """The iterations in the log whose loss or norm is another one, and all of them."""
+    records = [record for record in records_of(log) if "lm_loss" in record]
+    steps = [record["iteration"] for record in records]
+    others = [step for step, record in zip(steps, records, strict=True) if (record["lm_loss"], record["grad_norm"]) != expected[step - 1]]
+    return others, steps
+
+
 def lines_of(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
@@ -110,14 +119,21 @@ def main() -> None:
         for kill in range(kills)
     ]
     found["after kills"] = nodes.run("cd", f"--train-iters {end} {saving} --log-jsonl {log}")[0]
-    records = [record for record in records_of(log) if "lm_loss" in record]
-    found["kills"] = kills
-    found["differing"] = [
-        record["iteration"] for record in records if (record["lm_loss"], record["grad_norm"]) != expected[record["iteration"] - 1]
-    ]
-    steps = [record["iteration"] for record in records]
+    found["differing"], steps = differing(log, expected)
     found["repeated"] = max([0, *(last - first + 1 for last, first in pairwise(steps) if first <= last)])
     found["iterations"] = sorted(set(steps)) == list(range(1, end + 1))
+
+    # Killed, each time with the disk of the node, where every file has a copy on the other node.
+    log, lost_disks = logs / "lost.jsonl", -(-kills // 5)
+    stop = 8 + 4 * lost_disks
+    copying = f"{saving} --save-copies 2 --train-iters {end} --exit-interval {stop} --log-jsonl {log}"
+    for kill in range(lost_disks):
+        killed(nodes, log, "gh", copying, kill % 2, chance.randint(2, 4), chance.uniform(0, 0.1))
+        shutil.rmtree(folder / f"node_{'gh'[kill % 2]}")
+    found["after lost disks"] = nodes.run("gh", copying)[0]
+    found["differing after lost disks"], steps = differing(log, expected)
+    found["iterations after lost disks"] = sorted(set(steps)) == list(range(1, stop + 1))
+    found["one of two with copies"] = nodes.run("h", f"--load {folder / 'disk'} --train-iters {stop} --override-opt-param-scheduler")[0]
 
     # Loading alone: a run that has nothing left to train.
     loading = f"--load {folder / 'disk'} --train-iters {end}"

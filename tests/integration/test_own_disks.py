@@ -17,6 +17,8 @@ def test_nodes_with_disks_of_their_own_go_on_after_kills_in_another_order_and_as
     assert all(-9 in codes for codes in found["killed"])
     assert found["differing"] == [] and found["iterations"]
     assert found["repeated"] <= 3  # the step that was not saved yet, and what another had been ahead
+    assert found["after lost disks"] == [0] * 4 and found["one of two with copies"] == [0, 0]
+    assert found["differing after lost disks"] == [] and found["iterations after lost disks"]
     (same, same_bytes, no_line), (swapped, swapped_bytes, line), (three, *_) = (found[key] for key in ("same", "swapped", "three"))
     assert (same, swapped, three) == ([0] * 4, [0] * 4, [0] * 6)
     assert no_line == "" and "come from the disks of other nodes" in line

@@ -99,6 +99,35 @@ def test_texts_of_any_length_and_alphabet_cross_the_network_as_bytes(ranks: Rank
     assert ranks.run(2, 2, gather_texts_without_pickle) == [expected] * 4
 
 
+MEMBERS = (0, 2, 3)
+
+
+def sent_bytes(sender: int, receiver: int) -> torch.Tensor:
+    """What one member sends another: nothing, or many bytes."""
+    return torch.full(((sender + 2 * receiver) % 3 * 100_000,), 16 * sender + receiver, dtype=torch.uint8)
+
+
+def exchange_among_members(both_ways: bool) -> list[bool]:
+    """Whether what each member has received is what was sent to it; of a rank that is none, nothing."""
+    world = World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=1))
+    messages = world.messages_among(MEMBERS, in_background=True, both_ways=both_ways)
+    found = []
+    if world.rank in MEMBERS:
+        own = MEMBERS.index(world.rank)
+        expected = [sent_bytes(other, own) for other in range(len(MEMBERS))]
+        numels = [0 if other == own else values.numel() for other, values in enumerate(expected)]
+        sent = [sent_bytes(own, other)[: None if other != own else 0] for other in range(len(MEMBERS))]
+        received = messages.exchange(sent, numels)
+        found = [values.equal(expected[other][: numels[other]]) for other, values in enumerate(received)]
+    world.leave()
+    return found
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_members_of_a_group_exchange_bytes_of_any_number(ranks: RankPool, both_ways: bool) -> None:
+    assert ranks.run(2, 2, exchange_among_members, both_ways) == [[True] * 3, [], [True] * 3, [True] * 3]
+
+
 def how_a_rank_ends_while_rank_1_cannot_connect(call: str) -> str:
     """What this rank says at its end.
 
