@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.disk import Disk
+from megatron_zpp.checkpoint.disk import Disk, Ranks
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError, StoredFile
 from megatron_zpp.checkpoint.reshard import ByteRange, chunk_ranges
 from megatron_zpp.checkpoint.verified_file import read_unverified, verify
@@ -24,8 +24,7 @@ ROUNDS_AT_A_TIME = 16  # before the nodes agree to go on: seldom enough for a lo
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Stretch(NamedTuple):
     """Chunks of a file, which cross in one round."""
 
     stored: StoredFile
@@ -39,21 +38,29 @@ class _Part:
 class Copies:
     """Copies on their way between the unfinished folders of a save.
 
-    folder: that of this disk. files: by disk, what its ranks have written. count: receives the bytes that have come in a round.
+    folder: that of this disk. written: by disk, the files that its ranks have written. firsts: messages among the first ranks of all disks.
+    count: receives the bytes that have come in a round.
     rounds: how many there are, the same on every disk. files: that come to this disk.
     """
 
     def __init__(
-        self, folder: Path, disk: Disk, files: Sequence[Sequence[StoredFile]], chunk_bytes: int, count: Callable[[int], None]
+        self,
+        folder: Path,
+        disk: Disk,
+        firsts: Ranks,
+        written: Sequence[Sequence[StoredFile]],
+        chunk_bytes: int,
+        count: Callable[[int], None],
     ) -> None:
         self._folder = folder
         self._disk = disk
+        self._firsts = firsts
         self._chunk_bytes = chunk_bytes
         self._count = count
-        self._parts = [_parts_of(of_disk, chunk_bytes) for of_disk in files]
-        self._error: CheckpointError | None = None
-        self.rounds = max(map(len, self._parts))
-        self.files = tuple(file for source in disk.copied_here for file in files[source])
+        self._sent = [_stretches(of_disk, chunk_bytes) for of_disk in written]  # by disk and round
+        self._error: Exception | None = None
+        self.rounds = max(map(len, self._sent))
+        self.files = tuple(file for source in disk.copied_here for file in written[source])
 
     def exchange(self, rounds: Sequence[int]) -> None:
         """Sends and receives in these rounds, to the last one also after an error, because others wait. Raises it then."""
@@ -69,52 +76,56 @@ class Copies:
 
     def _exchanged(self, number: int) -> list[Tensor]:
         """What comes from each disk in a round."""
-        own = self._part(self._disk.index, number)
+        own = self._stretch(self._disk.index, number)
         data = NOTHING if own is None else self._read(own)
         sent = [data if index in self._disk.copied_to else NOTHING for index in range(self._disk.count)]
         numels = [0] * self._disk.count
         for source in self._disk.copied_here:
-            part = self._part(source, number)
-            numels[source] = 0 if part is None else part.nbytes
-        received = self._disk.firsts_in_background.exchange(sent, numels)
-        self._count(sum(numels))
-        return received
+            coming = self._stretch(source, number)
+            numels[source] = 0 if coming is None else coming.nbytes
+        return self._firsts.exchange(sent, numels)
 
-    def _part(self, disk: int, number: int) -> _Part | None:
+    def _stretch(self, disk: int, number: int) -> _Stretch | None:
         """What a disk sends in a round; None if it has sent all."""
-        parts = self._parts[disk]
-        return parts[number] if number < len(parts) else None
+        return self._sent[disk][number] if number < len(self._sent[disk]) else None
 
-    def _read(self, part: _Part) -> Tensor:
-        """The bytes of a part; zeros after an error."""
-        data = torch.zeros(part.nbytes, dtype=torch.uint8)
+    def _read(self, own: _Stretch) -> Tensor:
+        """The bytes of a stretch; zeros after an error, for the others wait for them."""
+        data = torch.zeros(own.nbytes, dtype=torch.uint8)
         try:
-            read_unverified(self._folder / part.stored.name, data.numpy().data, part.chunks.start)
-        except DamagedCheckpointError as error:
-            self._error = self._error or CheckpointError(error.finding)
+            read_unverified(self._folder / own.stored.name, data.numpy().data, own.chunks.start)
+        except Exception as error:
+            self._keep(error)
         return data
 
     def _write(self, number: int, received: Sequence[Tensor]) -> None:
-        """Verifies what has come in a round, and writes it durably."""
-        for source in self._disk.copied_here:
-            part = self._part(source, number)
-            if part is None or self._error is not None:
-                continue
-            path = self._folder / part.stored.name
-            try:
-                data = received[source].numpy().data
-                verify(data, part.chunks.start, part.stored, self._chunk_bytes, f"what node {source} has sent of {path}")
-                with path.open("ab") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except DamagedCheckpointError as error:
-                self._error = CheckpointError(error.finding)
-            except OSError as error:
-                self._error = CheckpointError(f"{path} cannot be written ({error.strerror}); free space or choose another folder")
+        """Verifies what has come in a round, and writes it durably; nothing more after an error."""
+        try:
+            self._count(sum(values.numel() for values in received))
+            for source in self._disk.copied_here:
+                coming = self._stretch(source, number)
+                if coming is not None and self._error is None:
+                    self._write_stretch(coming, received[source].numpy().data, source)
+        except Exception as error:
+            self._keep(error)
+
+    def _write_stretch(self, coming: _Stretch, data: memoryview, source: int) -> None:
+        path = self._folder / coming.stored.name
+        verify(data, coming.chunks.start, coming.stored, self._chunk_bytes, f"what node {source} has sent of {path}")
+        try:
+            with path.open("ab") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written ({error.strerror}); free space or choose another folder") from error
+
+    def _keep(self, error: Exception) -> None:
+        """Keeps the first error. That of damaged bytes has a remedy for a run that loads them; these are new."""
+        self._error = self._error or (CheckpointError(error.finding) if isinstance(error, DamagedCheckpointError) else error)
 
 
-def _parts_of(files: Sequence[StoredFile], chunk_bytes: int) -> list[_Part]:
+def _stretches(files: Sequence[StoredFile], chunk_bytes: int) -> list[_Stretch]:
     """The rounds in which files are sent."""
     chunks = max(1, ROUND_BYTES // chunk_bytes)
-    return [_Part(file, part) for file in files for part in chunk_ranges([(0, file.nbytes)], chunk_bytes, file.nbytes, chunks)]
+    return [_Stretch(file, found) for file in files for found in chunk_ranges([(0, file.nbytes)], chunk_bytes, file.nbytes, chunks)]

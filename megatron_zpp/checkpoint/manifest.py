@@ -244,9 +244,12 @@ def _check_tokens(found: Members, consumed_samples: int) -> None:
 
 
 def file_of(found: Members) -> StoredFile:
-    """The file that a JSON object describes, as `members_of` writes it."""
+    """The file that a JSON object describes, as `members_of` writes it. Its name does not lead out of a folder."""
     found.require_only(FILE_KEYS)
-    return StoredFile(found.text("name"), found.count("nbytes"), found.count("header_bytes"), tuple(found.counts("checksums")))
+    name = found.text("name")
+    if name != Path(name).name or name in ("", ".", "..") or not name.isprintable():
+        found.refuse("name", "the name of a file")
+    return StoredFile(name, found.count("nbytes"), found.count("header_bytes"), tuple(found.counts("checksums")))
 
 
 def piece_of(found: Members) -> StoredPiece:
@@ -271,7 +274,7 @@ def members_of(entry: StoredFile | StoredPiece) -> dict[str, Any]:
 
 
 def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
-    """Errors in the manifest that would break a reader. File names that point out of the folder are the dangerous ones."""
+    """Errors in the manifest that would break a reader."""
     files = {file.name: file for file in manifest.files}
     of_run = {key: manifest.run.get(key, 0) for key in (*COUNTS_OF_RUN, "ordered_samples")}
     for name, count in {"iteration": manifest.iteration, "consumed_samples": manifest.consumed_samples, **of_run}.items():
@@ -286,8 +289,6 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
         yield f"has chunks of {manifest.chunk_bytes} bytes"
         return  # the number of checksums is not defined then
     for file in manifest.files:
-        if file.name != Path(file.name).name or file.name in ("", ".", "..") or not file.name.isprintable():
-            yield f"has {file.name!r}, which is not a file name"
         if len(file.checksums) != -(-file.nbytes // manifest.chunk_bytes) or not 0 < file.header_bytes <= file.nbytes:
             yield f"has {len(file.checksums)} checksums and {file.header_bytes} bytes of header for the {file.nbytes} bytes of {file.name}"
     for piece in manifest.pieces:

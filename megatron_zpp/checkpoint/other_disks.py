@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,27 +66,29 @@ class OtherDisks:
         self._ranks = ranks
         self._disks_of = disks_of
         self._announce = announce
-        self._unusable: dict[str, set[int]] = defaultdict(set)  # by the name of a file the disks where this rank has found it damaged
-        self._findings: list[str] = []  # that others do not know yet
+        self._unusable: dict[tuple[str, int], set[int]] = defaultdict(set)  # by file and start of a range: disks where it is damaged
+        self._told: set[tuple[str, int]] = set()  # files and disks of which a finding has been told
+        self._findings: list[str] = []  # to tell
 
     def alone_have(self, file: str) -> bool:
         """Whether the rank's own disk lacks the file."""
         return self._disk.index not in self._disks_of[file]
 
-    def have_another(self, file: str, finding: str, disk: int | None = None) -> bool:
-        """Whether another disk has a file that is damaged on one, by default on the rank's own. `read` announces the finding."""
-        where, unusable = self._disk.index if disk is None else disk, self._unusable[file]
-        is_known = where in unusable
-        unusable.add(where)
-        if self._usable(file) and not is_known:
-            self._findings.append(finding)
-        return bool(self._usable(file))
+    def also_have(self, file: str) -> bool:
+        """Whether another disk has the file too."""
+        return any(disk != self._disk.index for disk in self._disks_of[file])
+
+    def tell(self, finding: str, file: str, disk: int | None = None) -> None:
+        """Announces with the next `read` what is wrong with a file on a disk, by default the rank's own; once, however often it is told."""
+        where = (file, self._disk.index if disk is None else disk)
+        self._findings += [] if where in self._told else [finding]
+        self._told.add(where)
 
     def read(self, wanted: Iterable[WantedRange], chunk_bytes: int, error: str = "") -> None:
         """Reads the ranges, in order of files and places. Every rank must call it, also one that wants nothing.
 
-        error: why this rank cannot go on. Raises DamagedCheckpointError on every rank if one has such an error, or if no disk has a range as
-        it was written.
+        error: why this rank cannot go on. Raises DamagedCheckpointError on every rank if one has such an error, or if no disk has a range
+        as it was written.
         """
         waiting = deque(wanted)
         totals = self._agreed(error, waiting)
@@ -107,14 +110,14 @@ class OtherDisks:
         if any(error for error, _, _ in answers):
             raise DamagedCheckpointError(joined_errors(errors))
         for finding in filter(None, joined_errors(errors).splitlines()):
-            self._announce(f"WARNING: {finding}; the copy on another node's disk is read")
+            self._announce(f"WARNING: {finding}; a copy on another disk is read")
         return [nbytes for _, _, nbytes in answers]
 
     def _round(self, asked: Sequence[WantedRange], chunk_bytes: int, waiting: deque[WantedRange]) -> str:
         """Sends what others ask for, and uses what comes. What is damaged waits for another disk; without one the error is returned."""
         asked_of: dict[int, list[WantedRange]] = defaultdict(list)
         for each in asked:
-            asked_of[self._sender_of(each.stored.name)].append(each)
+            asked_of[self._sender_of(each)].append(each)
         own = json.dumps(
             [[sender, each.stored.name, each.chunks.start, each.chunks.stop] for sender, ranges in asked_of.items() for each in ranges]
         )
@@ -134,11 +137,25 @@ class OtherDisks:
                 view = received[sender].numpy().data[place : place + each.nbytes]
                 place += each.nbytes
                 finding = self._use(view, each, chunk_bytes, sender)
-                if finding and self.have_another(each.stored.name, finding, sender // self._disk.ranks_per_disk):
-                    waiting.append(each)
-                elif finding:
+                if finding and not self._find_elsewhere(each, chunk_bytes, sender // self._disk.ranks_per_disk, waiting):
                     errors.append(finding)
+                elif finding:
+                    self.tell(finding, each.stored.name, sender // self._disk.ranks_per_disk)
         return errors[0] if errors else ""
+
+    def _find_elsewhere(self, asked: WantedRange, chunk_bytes: int, disk: int, waiting: deque[WantedRange]) -> bool:
+        """Whether a range that is damaged on a disk is good on the rank's own, or can wait for another one."""
+        self._unusable[asked.stored.name, asked.chunks.start].add(disk)
+        if self._usable(asked):
+            waiting.append(asked)
+            return True
+        if self.alone_have(asked.stored.name):
+            return False
+        data = bytearray(asked.nbytes)  # the file is damaged here too, but perhaps in another range
+        with suppress(DamagedCheckpointError):
+            read_unverified(self._folder / asked.stored.name, memoryview(data), asked.chunks.start)
+            return not self._use(memoryview(data), asked, chunk_bytes, self._disk.rank)
+        return False
 
     def _use(self, view: memoryview, asked: WantedRange, chunk_bytes: int, sender: int) -> str:
         """Uses a range that has come from a rank if its bytes are as they were written; else it returns what is wrong."""
@@ -150,13 +167,14 @@ class OtherDisks:
         asked.use(view, asked.chunks.start)
         return ""
 
-    def _usable(self, file: str) -> list[int]:
-        """The disks of others that have the file, except those where this rank has found it damaged."""
-        return [disk for disk in self._disks_of[file] if disk != self._disk.index and disk not in self._unusable[file]]
+    def _usable(self, asked: WantedRange) -> list[int]:
+        """The disks of others that have a range, except those where this rank has found it damaged."""
+        unusable = {self._disk.index, *self._unusable[asked.stored.name, asked.chunks.start]}
+        return [disk for disk in self._disks_of[asked.stored.name] if disk not in unusable]
 
-    def _sender_of(self, file: str) -> int:
-        """The rank that sends the file to this one: those of a disk that has it take turns."""
-        disks, reader = self._usable(file), self._disk.rank
+    def _sender_of(self, asked: WantedRange) -> int:
+        """The rank that sends a range to this one: those of a disk that has it take turns."""
+        disks, reader = self._usable(asked), self._disk.rank
         ranks = self._disk.ranks_of(disks[reader % len(disks)])
         return ranks[reader % len(ranks)]
 
@@ -166,7 +184,7 @@ class OtherDisks:
         try:
             read_unverified(self._folder / request.file, data.numpy().data, request.start)
         except DamagedCheckpointError as error:
-            self._findings.append(error.finding)
+            self.tell(error.finding, request.file)
         return data
 
 

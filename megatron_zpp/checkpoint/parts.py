@@ -87,11 +87,15 @@ class Listing:
 
 @dataclass(frozen=True)
 class Parts:
-    """A checkpoint that is whole. folder: of the rank's own part, which may be missing. disks_of: by file the disks that have it."""
+    """A checkpoint that is whole. folder: of the rank's own part, which may be missing. disks_of: by file the disks that have it.
+
+    notices: about copies that are missing or damaged.
+    """
 
     folder: Path
     manifest: Manifest
     disks_of: Mapping[str, Sequence[int]]
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,7 @@ class PartsFinder:
         faults = [next((fault for _, fault, _ in of_disk if fault), "") for of_disk in disks]
         identities = ["" if fault else of_disk[0][0] for of_disk, fault in zip(disks, faults, strict=True)]
         present = [set(of_disk[0][2]) for of_disk in disks]
+        about_faults = [f"{fault} (on {self._node(index)})" for index, fault in enumerate(faults) if fault]
         problems: list[str] = []
         for identity in dict.fromkeys(filter(None, identities)):
             holders = [index for index, other in enumerate(identities) if other == identity]
@@ -193,10 +198,18 @@ class PartsFinder:
             disks_of = {file.name: [index for index in holders if file.name in present[index]] for file in manifest.files}
             missing = [file for file, found in disks_of.items() if not found]
             if not missing:
-                return Parts(own.folder if own.identity == identity else self.directory / name, manifest, disks_of)
+                notices = (*about_faults, *self._about_copies(self.directory / name, manifest, disks_of))
+                return Parts(own.folder if own.identity == identity else self.directory / name, manifest, disks_of, notices)
             problems.append(self._about_missing(manifest, missing, holders, identities))
-        problems += [f"{fault} (on {self._node(index)})" for index, fault in enumerate(faults) if fault]
-        raise NotWholeError(f"{self.directory / name} is not whole: {'; '.join(problems) or 'no node has a part of it'}")
+        raise NotWholeError(f"{self.directory / name} is not whole: {'; '.join(problems + about_faults) or 'no node has a part of it'}")
+
+    def _about_copies(self, folder: Path, manifest: Manifest, disks_of: Mapping[str, Sequence[int]]) -> list[str]:
+        """What to say if fewer disks have a file than have been asked for; nothing without copies."""
+        copies = min(manifest.topology.get("copies", 1), self._disk.count)
+        few = [file for file, disks in disks_of.items() if len(disks) < copies]
+        if not few:
+            return []
+        return [f"{_some_of(few)} of {folder} {'is' if len(few) == 1 else 'are'} on fewer than {copies} disks until the next save"]
 
     def _received(self, own: _OwnPart, identity: str, source: int) -> Manifest:
         """The manifest of that identity, which rank `source` sends to all."""
@@ -221,10 +234,10 @@ class PartsFinder:
     def _older_than(self, name: str) -> list[str]:
         return [other for other in self.names if _iteration(other) < _iteration(name)]
 
-    def verified(self, parts: Parts) -> tuple[Parts, list[str], list[str]]:
-        """Reads all files of a checkpoint on all disks. Returns it without those that are damaged on a disk.
+    def verified(self, parts: Parts) -> tuple[Parts, list[str]]:
+        """Reads all files of a checkpoint on all disks. Returns it without those that are damaged on a disk, of which its notices tell.
 
-        Also what is wrong with files that are good nowhere, and with those that are good on another disk; alike on every rank.
+        Also what is wrong with files that are good as a whole nowhere.
         """
         own = [file for file in parts.manifest.files if self._disk.index in parts.disks_of[file.name]]
         with CheckpointReader(parts.folder, parts.manifest) as reader:
@@ -234,9 +247,11 @@ class PartsFinder:
         damaged = {(rank // self._disk.ranks_per_disk, *pair) for rank, text in enumerate(answers) for pair in json.loads(text).items()}
         unusable = {(disk, name) for disk, name, _ in damaged}
         disks_of = {name: [disk for disk in disks if (disk, name) not in unusable] for name, disks in parts.disks_of.items()}
-        texts = [(f"{finding} (on {self._node(disk)})", bool(disks_of[name])) for disk, name, finding in sorted(damaged)]
-        findings = [text for text, has_copy in texts if not has_copy]
-        return replace(parts, disks_of=disks_of), of_pieces + findings, [text for text, has_copy in texts if has_copy]
+        lost, spared = list[str](), list[str]()
+        for disk, name, finding in sorted(damaged):
+            (spared if disks_of[name] else lost).append(f"{finding} (on {self._node(disk)})")
+        notices = (*parts.notices, *(f"{finding}; a copy on another disk is read" for finding in spared))
+        return replace(parts, disks_of=disks_of, notices=notices), of_pieces + lost
 
     def open(self, parts: Parts, announce: Callable[[str], None]) -> CheckpointReader:
         """A reader of the checkpoint. announce: receives a line about bytes that come from other disks."""
@@ -244,10 +259,9 @@ class PartsFinder:
         return CheckpointReader(parts.folder, parts.manifest, others)
 
     def _about_missing(self, manifest: Manifest, missing: Sequence[str], holders: Sequence[int], identities: Sequence[str]) -> str:
-        named = ", ".join(missing[:NAMED_FILES]) + (f" and {len(missing) - NAMED_FILES} more files" if len(missing) > NAMED_FILES else "")
         without = [self._node(index) for index, identity in enumerate(identities) if not identity]
         of_another = [self._node(index) for index, identity in enumerate(identities) if identity and index not in holders]
-        words = [f"no node has {named} ({', '.join(manifest.states)} in {len(missing)} of {len(manifest.files)} files)"]
+        words = [f"no node has {_some_of(missing)} ({', '.join(manifest.states)} in {len(missing)} of {len(manifest.files)} files)"]
         words[0] += f", which {', '.join(map(self._node, holders))} {'names' if len(holders) == 1 else 'name'}"
         words += [f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no part of it"] if without else []
         words += [f"{', '.join(of_another)} {'has' if len(of_another) == 1 else 'have'} that of another save"] if of_another else []
@@ -318,6 +332,11 @@ def _marker_of(folder: Path) -> str:
         return read_marker(folder)
     except CheckpointError:
         return ""
+
+
+def _some_of(files: Sequence[str]) -> str:
+    """The names of some files, and how many more there are."""
+    return ", ".join(files[:NAMED_FILES]) + (f" and {len(files) - NAMED_FILES} more files" if len(files) > NAMED_FILES else "")
 
 
 def _has(folder: Path, name: str, nbytes: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -40,6 +41,8 @@ from megatron_zpp.system.outside import open_regular
 from megatron_zpp.zero.pieces import Piece
 from megatron_zpp.zero.policy import WEIGHT
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -67,6 +70,7 @@ class CheckpointReader:
         self.bytes_read = 0
         self._others = others
         self._parts = (folder, *beside)
+        self._passed_over: set[Path] = set()  # damaged files of which a warning has been given
         self.identity = ""
         if manifest is None:
             manifest = read_manifest(folder)
@@ -150,10 +154,11 @@ class CheckpointReader:
         if self._others is not None and self._others.alone_have(name):
             return False
         try:
-            self._read_chunks(self._files[name], self._chunks_of(name, wanted), _scatterer(wanted))
+            self._read_chunks(self._files[name], [*self._chunks_of(name, wanted)], _scatterer(wanted))
         except DamagedCheckpointError as error:
-            if self._others is None or not self._others.have_another(name, error.finding):
+            if self._others is None or not self._others.also_have(name):
                 raise
+            self._others.tell(error.finding, name)
             return False
         return True
 
@@ -190,9 +195,10 @@ class CheckpointReader:
             yield from filter(None, (self.damage(stored, folder) for folder in self._folders_of(stored.name)))
 
     def damage(self, stored: StoredFile, folder: Path | None = None) -> str:
-        """What is wrong with a file; empty if nothing is. folder: of the part of which it is read."""
+        """What is wrong with a file; empty if nothing is. folder: of the part that has it, by default the first."""
+        chunks = chunk_ranges([(0, stored.nbytes)], self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE)
         try:
-            self._read_ranges(stored, [(0, stored.nbytes)], lambda data, start: None, folder)
+            self._read_from(folder or self._folders_of(stored.name)[0], stored, chunks, lambda data, start: None)
         except DamagedCheckpointError as error:
             return error.finding
         return ""
@@ -214,25 +220,26 @@ class CheckpointReader:
         ranges = byte_ranges((place.source for place in wanted), chunk_bytes)
         return chunk_ranges(ranges, chunk_bytes, self._files[name].nbytes, CHUNKS_AT_ONCE)
 
-    def _read_ranges(
-        self,
-        stored: StoredFile,
-        ranges: Iterable[tuple[int, int]],
-        use: Callable[[memoryview, int], None],
-        folder: Path | None = None,
-    ) -> None:
+    def _read_ranges(self, stored: StoredFile, ranges: Iterable[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
         """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each range of chunks."""
-        self._read_chunks(stored, chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE), use, folder)
+        self._read_chunks(stored, [*chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE)], use)
 
-    def _read_chunks(
-        self,
-        stored: StoredFile,
-        chunks: Iterable[ByteRange],
-        use: Callable[[memoryview, int], None],
-        folder: Path | None = None,
-    ) -> None:
-        """folder: of the part of which the file is read; by default the first that has it."""
-        file = VerifiedFile(folder or self._folders_of(stored.name)[0], stored, self.manifest.chunk_bytes)
+    def _read_chunks(self, stored: StoredFile, chunks: Sequence[ByteRange], use: Callable[[memoryview, int], None]) -> None:
+        """The same for chunks. Where a part has the file damaged, that of the next part is read."""
+        *others, last = self._folders_of(stored.name)
+        for folder in others:
+            try:
+                self._read_from(folder, stored, chunks, use)
+            except DamagedCheckpointError as error:
+                if folder / stored.name not in self._passed_over:
+                    _log.warning("%s; the copy in another folder is read", error.finding)
+                self._passed_over.add(folder / stored.name)
+            else:
+                return
+        self._read_from(last, stored, chunks, use)
+
+    def _read_from(self, folder: Path, stored: StoredFile, chunks: Iterable[ByteRange], use: Callable[[memoryview, int], None]) -> None:
+        file = VerifiedFile(folder, stored, self.manifest.chunk_bytes)
         try:
             file.for_each_range(chunks, use)
         finally:

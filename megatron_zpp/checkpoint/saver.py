@@ -11,12 +11,14 @@ The steps of a save, and what is on the disk after each:
     7 rank 0 deletes what --keep-last and --save-retain-interval do not keep
 
 In steps 2 to 7 of an asynchronous save no rank waits in a collective of the world. Each rank writes in a background thread, and the thread
-of rank 0 polls for the files of step 3. In every save a thread does the steps from 4 on.
+of rank 0 polls for the files of step 3.
 
 Where every node has a disk of its own, the first rank of each node does what rank 0 does here. These ranks tell each other what is in
 their records, so that every manifest names the files of all nodes, and send each other the copies that are asked for (`copies`) before
 step 4. None begins with step 5, 6 or 7 before all have done the one before, so a checkpoint that some `latest` names is on all disks. One
-that a crash leaves with its name on some disks only has been written on all; `parts.finish_interrupted_save` names it on the others.
+that a crash leaves with its name on some disks only has been written on all; `parts.finish_interrupted_save` names it on the others. A
+thread does the steps from 4 on in every such save. Meanwhile the main threads of all ranks wait in one short collective after the other,
+because copies may take longer than a collective.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from torch import Tensor
+
 from megatron_zpp.checkpoint.copies import ROUNDS_AT_A_TIME, Copies
-from megatron_zpp.checkpoint.disk import Disk, Gather
+from megatron_zpp.checkpoint.disk import Disk, Gather, Ranks
 from megatron_zpp.checkpoint.durable import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS
 from megatron_zpp.checkpoint.folders import (
     Stage,
@@ -118,9 +123,41 @@ class SavedCheckpoint:
     not_deleted: tuple[int, ...]
 
 
+class _Watched:
+    """Messages among first ranks in the thread that finishes a save, and what its main thread wants to know.
+
+    latest: when something has last gone on there. waits: whether the thread waits for others.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.latest = time.monotonic()
+        self.waits = False
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.latest, self.waits = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self.latest, self.waits = time.monotonic(), False
+
+    def gather(self, text: str) -> list[str]:
+        with self._waiting():
+            return self._ranks.gather(text)
+
+    def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        with self._waiting():
+            return self._ranks.exchange(sent, numels)
+
+    def broadcast(self, data: Tensor, source: int) -> None:
+        with self._waiting():
+            self._ranks.broadcast(data, source)
+
+
 @dataclass(frozen=True)
 class _Save:
-    """A save in progress. others: of Share, once they are on disk.
+    """A save in progress. firsts: messages among the first ranks of all disks. others: of Share, once they are on disk.
 
     copied: this rank's state is in the snapshot. written: this rank's files are on disk. sealed: so are all files of this disk, with the
     manifest of all disks.
@@ -130,6 +167,7 @@ class _Save:
     manifest: Manifest
     unfinished: Path
     token: str
+    firsts: _Watched
     others: list[StoredFile] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     all_written: threading.Event = field(default_factory=threading.Event)
@@ -165,7 +203,6 @@ class CheckpointSaver:
         self._gather = gather
         self._check_lock = check_lock
         self._count_copied = count_copied
-        self._latest_sign = 0.0  # when the thread that finishes a save has last got on
         self._save: _Save | None = None
         self._is_reported = True
         self._snapshot = HostSnapshot(share.pieces) if options.in_background else None
@@ -184,7 +221,7 @@ class CheckpointSaver:
         self.finish()
         final = iteration_folder(self.directory, manifest.iteration)
         token = self._create_folder(final)
-        save = _Save(manifest, staged_folder(final, Stage.UNFINISHED, token), token)
+        save = _Save(manifest, staged_folder(final, Stage.UNFINISHED, token), token, _Watched(self._disk.firsts_in_background))
         self._save, self._is_reported = save, False
         if self._snapshot is not None:
             self._snapshot.begin()
@@ -192,7 +229,10 @@ class CheckpointSaver:
             return None
         _resolve(save.written, lambda: self._write_share(save, self._share.pieces))
         self._wait_until_all_wrote(save)
-        threading.Thread(target=self._finish_save, args=(save,), name="checkpoint", daemon=True).start()
+        if self._disk.count == 1:
+            self._finish_save(save)
+        elif self._disk.is_first:
+            threading.Thread(target=self._finish_save, args=(save,), name="checkpoint", daemon=True).start()
         return self.finish()
 
     def wait_for_copy(self) -> None:
@@ -223,10 +263,8 @@ class CheckpointSaver:
             return None
         save, was_reported = self._save, self._is_reported
         self._wait_until_all_wrote(save)
-        self._latest_sign = time.monotonic()
-        # A rank that has nothing to finish waits in gathers that are never longer than a collective may be.
         while not all(self._gather("yes" if self._is_over(save) else "")):
-            pass
+            pass  # copies may take longer than the limit of one gather, in which the ranks wait that have nothing to finish
         error = _error_text(save.finished.result) if self._disk.is_first else ""
         # Another disk may have named what is sealed here. The next save, or the next run, asks all of them.
         self._raise_if_any_failed(error, save.unfinished, is_kept=self._disk.count > 1 and save.sealed.is_set())
@@ -239,12 +277,13 @@ class CheckpointSaver:
             self._raise_if_any_failed(_error_text(save.written.result), save.unfinished)
         except CheckpointError:
             save.given_up.set()
+            save.firsts.latest = time.monotonic()
             if self._disk.is_first and self._snapshot is not None:
-                self._latest_sign = time.monotonic()
                 while not self._is_over(save):  # its thread may still be telling the other disks
                     pass
             raise
         save.all_written.set()
+        save.firsts.latest = time.monotonic()
 
     def _is_over(self, save: _Save) -> bool:
         """Whether this rank has finished the save, or has nothing to finish. Waits for it a part of the disk's limit."""
@@ -254,8 +293,9 @@ class CheckpointSaver:
         try:
             save.finished.exception(None if limit is None else limit / 4)
         except TimeoutError:
-            if limit is not None and time.monotonic() - self._latest_sign > limit:
-                raise RuntimeError(f"the disks of other nodes have not gone on with a save for {limit:.0f} s") from None
+            if limit is not None and time.monotonic() - save.firsts.latest > limit:
+                where = "the disks of other nodes have" if save.firsts.waits else f"the disk of this node, with {self.directory}, has"
+                raise RuntimeError(f"{where} not gone on with a save for {limit:.0f} s") from None
             return False
         return True
 
@@ -330,14 +370,14 @@ class CheckpointSaver:
         manifest, records = self._what_was_written(save)
         copies = self._copied(save, [record.files for record in records])
         record, own_files = Record.joined(records), (*records[self._disk.index].files, *copies)
-        disks = {"disks": self._disk.count} if self._disk.count > 1 else {}
+        disks = {"disks": self._disk.count, "copies": self._disk.copies} if self._disk.count > 1 else {}
         manifest = replace(manifest, files=record.files, pieces=record.pieces, topology={**manifest.topology, **disks})
-        markers = self._on_all_disks(lambda: self._seal(save, manifest, own_files))
+        markers = self._on_all_disks(save, lambda: self._seal(save, manifest, own_files))
         if len(set(markers)) > 1:
             raise RuntimeError(f"the manifests of the nodes differ: {', '.join(map(str.strip, markers))}")
-        self._on_all_disks(lambda: self._put_in_place(save))
-        self._on_all_disks(lambda: move_latest(self.directory, str(manifest.iteration)))
-        not_deleted = {iteration for of_disk in self._on_all_disks(lambda: self._delete_old(save)) for iteration in of_disk}
+        self._on_all_disks(save, lambda: self._put_in_place(save))
+        self._on_all_disks(save, lambda: move_latest(self.directory, str(manifest.iteration)))
+        not_deleted = {iteration for of_disk in self._on_all_disks(save, lambda: self._delete_old(save)) for iteration in of_disk}
         seconds = time.monotonic() - save.started
         nbytes, copied_bytes = (sum(file.nbytes for file in files) for files in (record.files, copies))
         return SavedCheckpoint(manifest.iteration, nbytes, copied_bytes, seconds, tuple(sorted(not_deleted)))
@@ -351,7 +391,7 @@ class CheckpointSaver:
 
         if self._disk.count == 1:
             return save.manifest, [on_own_disk()]
-        found = self._on_all_disks(lambda: (on_own_disk().to_json(), save.manifest.to_json() if self._share.rank == 0 else ""))
+        found = self._on_all_disks(save, lambda: (on_own_disk().to_json(), save.manifest.to_json() if self._share.rank == 0 else ""))
         records = [Record.from_other_disk(text, f"the record of node {index}") for index, (text, _) in enumerate(found)]
         return manifest_of(iteration_folder(self.directory, save.manifest.iteration), found[0][1].encode()), records
 
@@ -359,17 +399,12 @@ class CheckpointSaver:
         """Copies files to other disks. files: by disk, what its ranks have written. Returns those that have come to this one."""
         if self._disk.copies == 1:
             return ()
-
-        def count(nbytes: int) -> None:
-            self._latest_sign = time.monotonic()
-            self._count_copied(nbytes)
-
-        copies = Copies(save.unfinished, self._disk, files, save.manifest.chunk_bytes, count)
+        copies = Copies(save.unfinished, self._disk, save.firsts, files, save.manifest.chunk_bytes, self._count_copied)
         for first in range(0, copies.rounds, ROUNDS_AT_A_TIME):
-            self._on_all_disks(partial(copies.exchange, range(first, min(first + ROUNDS_AT_A_TIME, copies.rounds))))
+            self._on_all_disks(save, partial(copies.exchange, range(first, min(first + ROUNDS_AT_A_TIME, copies.rounds))))
         return copies.files
 
-    def _on_all_disks(self, task: Callable[[], Result]) -> list[Result]:
+    def _on_all_disks(self, save: _Save, task: Callable[[], Result]) -> list[Result]:
         """Does a part of the task on the first rank of every disk, and returns the answers, which must be JSON, when all are done.
 
         Raises CheckpointError on all of them if it fails on one.
@@ -380,8 +415,7 @@ class CheckpointSaver:
         _resolve(future, task)
         error = _error_text(future.result)
         own = json.dumps([None if error else future.result(), error])
-        answers = [json.loads(text) for text in self._disk.firsts_in_background.gather(own)]
-        self._latest_sign = time.monotonic()
+        answers = [json.loads(text) for text in save.firsts.gather(own)]
         errors = [f"{error} (on node {index})" for index, (_, error) in enumerate(answers) if error]
         if errors:
             raise CheckpointError("\n".join(errors))

@@ -91,7 +91,7 @@ class RunSaver:
         lines = [
             f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {self._directory}",
             f"Checkpoint Save GB: {gigabytes:.3f}, GB/Sec: {gigabytes / saved.seconds:.3f}, Latency(second): {saved.seconds:.3f}",
-            *([f"  copies on the disks of other nodes: {copied:.3f} GB into each node"] if copied else []),
+            *([f"  copies on the disks of other nodes: {copied:.3f} GB came into node 0"] if copied else []),
             *(
                 f"WARNING: could not delete the checkpoint at iteration {kept}: it is being read, or the file system refuses"
                 for kept in saved.not_deleted

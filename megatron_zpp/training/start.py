@@ -234,6 +234,7 @@ def _find_in_parts(checkpoint: CheckpointConfig, world: World, disk: Disk, annou
                 with world.agreement():
                     reader = finder.open(parts, announce)
                 stored = StoredRun.of(checkpoint, parts.folder, parts.manifest)
+                notices += tuple(f"WARNING: {text}" for text in parts.notices)
                 return ResumeSource(reader, stored, tuple(filter(None, [notice, *notices])))
         check_pretrained_is_there(checkpoint)
         check_may_begin_anew(checkpoint)
@@ -253,17 +254,13 @@ def _whole_one(finder: PartsFinder, names: Sequence[str], *, may_be_older: bool)
         except NotWholeError as error:
             raise CheckpointError(f"{error}; {finder.remedy(names[0])}") from error
 
-    with_copies: list[str] = []
-
     def look(name: str) -> tuple[Parts | None, Sequence[str]]:
         try:
-            parts, findings, with_copies[:] = finder.verified(finder.find(name))
+            return finder.verified(finder.find(name))
         except NotWholeError as error:
             return None, [str(error)]
-        return parts, findings
 
-    found, notices = _first_good(finder.directory, names, look)
-    return found, (*notices, *(f"WARNING: {text}; the copy on another node's disk is read" for text in with_copies))
+    return _first_good(finder.directory, names, look)
 
 
 def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +15,9 @@ import pytest
 from harness.messages import Messages
 from harness.parts import finders, held_by, held_in, loaded, on_ranks
 from harness.patience import PATIENCE_SECONDS
-from harness.small_state import Ranks, check_holds, set_state, state_at
+from harness.small_state import CHUNK_BYTES, Ranks, check_holds, set_state, state_at
 
-from megatron_zpp.checkpoint import copies, saver, unfinished
+from megatron_zpp.checkpoint import copies, other_disks, reader, saver, unfinished
 from megatron_zpp.checkpoint.folders import complete_iterations, leftovers
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -50,11 +50,11 @@ def names_of(node: int) -> set[str]:
     return {f"rank_{RANKS_PER_DISK * node + local:05d}.safetensors" for local in range(RANKS_PER_DISK)}
 
 
-def damage(path: Path) -> None:
-    """Changes every chunk of data but the header's."""
+def damage(path: Path, *chunks: int) -> None:
+    """Changes some chunks; by default all but those of the header."""
     data = bytearray(path.read_bytes())
-    for place in range(600, len(data), 256):
-        data[place] ^= 1
+    for chunk in chunks or range(2, len(data) // CHUNK_BYTES):
+        data[chunk * CHUNK_BYTES] ^= 1
     path.write_bytes(data)
 
 
@@ -115,15 +115,54 @@ def test_a_damaged_file_is_read_from_another_disk_and_named(disks: list[Path], o
     save(disks, 2)
     damage(disks[1] / FOLDER / "rank_00002.safetensors")
     iteration, lines = load([disks[int(node)] for node in order])
-    assert iteration == 1
-    assert re.search(r"WARNING: .*rank_00002.safetensors.* is damaged: bytes .*; the copy on another node's disk is read", lines)
+    assert iteration == 1 and lines.count("WARNING") == lines.count("is damaged") == 1
+    assert re.search(r"WARNING: .*rank_00002.safetensors.* is damaged: bytes .*; a copy on another disk is read", lines)
 
 
-def test_a_file_that_cannot_be_read_on_the_disk_of_another_node_is_read_from_a_third_one(disks: list[Path]) -> None:
+def test_a_file_that_another_node_cannot_read_comes_from_a_third_one(disks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     save(disks, 2)
-    shutil.rmtree(disks[0])  # whose ranks need files of node 0, of which node 1 has the copies, and now get them from there
-    (disks[1] / FOLDER / "rank_00002.safetensors").write_bytes(b"")
-    assert load(disks)[0] == 1
+    unpatched = other_disks.read_unverified
+
+    def read(path: Path, view: memoryview, start: int) -> None:
+        if path == disks[1] / FOLDER / "rank_00002.safetensors":
+            raise DamagedCheckpointError(f"{path} cannot be read (Input/output error)")
+        unpatched(path, view, start)
+
+    monkeypatch.setattr(other_disks, "read_unverified", read)
+    iteration, lines = load([disks[1], disks[0], disks[2]])
+    assert iteration == 1
+    assert re.search(
+        r"WARNING: \S+ 1/\S+rank_00002.safetensors cannot be read \(Input/output error\).*; a copy on another disk is read", lines
+    )
+
+
+@pytest.mark.parametrize(("order", "findings"), [("012", 2), ("102", 1)], ids=["one beside the rank", "both on other nodes"])
+def test_a_file_that_is_damaged_in_other_places_on_each_of_its_disks_is_read_from_both(
+    disks: list[Path], monkeypatch: pytest.MonkeyPatch, order: str, findings: int
+) -> None:
+    """Where both are on other nodes, a rank meets the damage of the first alone: what it lacks then it gets from the second."""
+    monkeypatch.setattr(reader, "CHUNKS_AT_ONCE", 1)
+    save(disks, 2)
+    for node, chunk in ((1, 3), (2, 5)):
+        damage(disks[node] / FOLDER / "rank_00002.safetensors", chunk)
+    iteration, lines = load([disks[int(node)] for node in order])
+    assert iteration == 1 and lines.count("WARNING") == findings
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b""), lambda path: path.unlink()], ids=["empty", "missing"])
+def test_a_file_that_fewer_disks_have_than_were_asked_for_is_named(disks: list[Path], harm: Callable[[Path], None]) -> None:
+    save(disks, 2)
+    make = finders(disks, 6)
+    assert on_ranks(6, lambda rank: make(rank).find(FOLDER).notices) == [()] * 6
+    harm(disks[2] / FOLDER / "rank_00002.safetensors")
+    make = finders(disks, 6)
+    for (notice,) in on_ranks(6, lambda rank: make(rank).find(FOLDER).notices):
+        assert re.fullmatch(r"rank_00002.safetensors of \S+ \d/iter_0000001 is on fewer than 2 disks until the next save", notice)
+    (disks[0] / FOLDER / "manifest.json").write_text("{}")
+    make = finders(disks, 6)
+    for notices in on_ranks(6, lambda rank: make(rank).find(FOLDER).notices):
+        assert "manifest.json has 2 bytes without the checksum" in notices[0] and "(on node 0 (" in notices[0]
+        assert notices[1].startswith("rank_00000.safetensors, rank_00001.safetensors, rank_00002.safetensors and 2 more files of ")
 
 
 def test_a_file_that_is_damaged_on_all_its_disks_is_an_error_of_every_rank(disks: list[Path]) -> None:
@@ -146,31 +185,42 @@ def test_a_checkpoint_is_good_if_each_of_its_files_is_good_on_some_disk(disks: l
     damage(disks[1] / FOLDER / "rank_00002.safetensors")
     make = finders(disks, 6)
 
-    def verify(rank: int) -> tuple[int, int, list[str], list[str]]:
+    def verify(rank: int) -> tuple[int, tuple[str, ...], list[str]]:
         finder = make(rank)
-        parts, lost, spared = finder.verified(finder.find(FOLDER))
-        held = held_in(finder, parts, rank, 6) if not lost else (0, 0)
-        return (*held, lost, spared)
+        parts, lost = finder.verified(finder.find(FOLDER))
+        return 0 if lost else held_in(finder, parts, rank, 6)[0], parts.notices, lost
 
     answers = on_ranks(6, verify)
-    assert {iteration for iteration, *_ in answers} == {1} and all(lost == [] for _, _, lost, _ in answers)
-    ((spared,),) = {tuple(spared) for *_, spared in answers}
-    assert re.search(r"rank_00002.safetensors is damaged: bytes .* \(on node 1 \(\S+\)\)", spared)
+    assert [(iteration, lost) for iteration, _, lost in answers] == [(1, [])] * 6
+    (((notice,)),) = {notices for _, notices, _ in answers}
+    assert re.search(r"rank_00002.safetensors is damaged: bytes .* \(on node 1 \(\S+\)\); a copy on another disk is read", notice)
     damage(disks[2] / FOLDER / "rank_00002.safetensors")
-    assert [len(lost) for _, _, lost, _ in on_ranks(6, verify)] == [2] * 6
+    make = finders(disks, 6)
+    assert [len(lost) for *_, lost in on_ranks(6, verify)] == [2] * 6
 
 
-def test_a_tool_with_the_folders_of_all_nodes_verifies_every_copy(disks: list[Path]) -> None:
+def test_a_tool_with_the_folders_of_all_nodes_reads_the_good_copy_and_verifies_all(
+    disks: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     save(disks, 2)
-    damage(disks[2] / FOLDER / "rank_00002.safetensors")
+    names = ("rank_00002.safetensors", "rank_00003.safetensors")
+    damage(disks[1] / FOLDER / names[0])
+    (disks[1] / FOLDER / names[1]).write_bytes(b"")
     first, *others = (disk / FOLDER for disk in disks)
     with CheckpointReader(first, beside=others) as reader:
-        (finding,) = reader.verify()
-    assert f"{disks[2] / FOLDER / 'rank_00002.safetensors'} is damaged" in finding
+        for (name, kind), values in state_at(1).items():
+            assert reader.read(name, kind, 0, values.numel()).equal(values)
+        findings = list(reader.verify())
+    assert len(findings) == 2
+    for name, finding in zip(names, findings, strict=True):
+        assert finding.startswith(f"{disks[1] / FOLDER / name} ")
+    assert sorted(capsys.readouterr().err.splitlines()) == sorted(f"{finding}; the copy in another folder is read" for finding in findings)
 
 
 @pytest.mark.parametrize("options", [SaveOptions(), IN_BACKGROUND], ids=["waiting", "in background"])
-@pytest.mark.parametrize("harm", ["what is sent cannot be read", "what comes cannot be written", "what comes is damaged"])
+@pytest.mark.parametrize(
+    "harm", ["what is sent cannot be read", "what comes cannot be written", "what comes is damaged", "a fault of the program"]
+)
 def test_a_copy_that_fails_is_an_error_of_every_rank_and_the_run_can_save_again(
     disks: list[Path], monkeypatch: pytest.MonkeyPatch, options: SaveOptions, harm: str
 ) -> None:
@@ -194,6 +244,8 @@ def test_a_copy_that_fails_is_an_error_of_every_rank_and_the_run_can_save_again(
     with monkeypatch.context() as patch:
         if harm == "what comes cannot be written":
             patch.setattr(copies, "os", SimpleNamespace(fsync=fail))
+        elif harm == "a fault of the program":
+            patch.setattr(ranks.savers[2], "_count_copied", {}.__getitem__)
         else:
             patch.setattr(copies, "read_unverified", read)
         with pytest.raises(CheckpointError) as error:
@@ -202,6 +254,7 @@ def test_a_copy_that_fails_is_an_error_of_every_rank_and_the_run_can_save_again(
     words = {
         "what is sent cannot be read": r"rank_00000.safetensors cannot be read \(Input/output error\) \(on node 0\)",
         "what comes cannot be written": r"cannot be written \(No space left on device\); free space or choose another folder \(on node 1\)",
+        "a fault of the program": r"KeyError: \d+ \(on node 1\)",
         "what comes is damaged": rf"what node 0 has sent of {re.escape(str(place))}\S+rank_00000.safetensors is damaged.* \(on node 1\)",
     }
     assert re.search(words[harm], str(error.value))
@@ -254,5 +307,9 @@ def test_nobody_gives_up_while_copies_come(disks: list[Path], monkeypatch: pytes
 
     for rank in (0, 2):
         ranks.savers[rank]._disk = replace(ranks.disks[rank], firsts_in_background=Slow(rank // 2), limit_seconds=limit)
-    ranks.save(1)
+    try:
+        ranks.save(1)
+    finally:
+        ranks.lose_nodes()
+        among_firsts.lose_a_rank()
     assert now > 10 * limit and loaded(disks[:2]) == (1, 0)

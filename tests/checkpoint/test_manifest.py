@@ -91,8 +91,8 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
 @pytest.mark.parametrize(
     ("change", "finding"),
     [
-        (lambda members: members["files"][0].update(name="../../elsewhere"), "is not a file name"),
-        (lambda members: members["files"][0].update(name=".."), "is not a file name"),
+        (lambda members: members["files"][0].update(name="../../elsewhere"), "must be the name of a file"),
+        (lambda members: members["files"][0].update(name=".."), "must be the name of a file"),
         (lambda members: members["files"][0]["checksums"].pop(), "checksums"),
         (lambda members: members["pieces"][0].update(stop=10**9), "has a piece from"),
         (lambda members: members["pieces"][0].update(file="other"), "other"),
@@ -150,7 +150,7 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
         (lambda members: members["run"].update(loss_scaler={"scale": 1, "good_steps": 3}), "lacks run.loss_scaler.patience"),
         (lambda members: members["files"][0].update(nbytes=-1), "files[0].nbytes must be a whole number from 0 to 2^63 - 1, not -1"),
         (lambda members: members["files"][0].update(name=7), "files[0].name must be a string of Unicode characters, not 7"),
-        (lambda members: members["files"][0].update(name="a\0b"), "is not a file name"),
+        (lambda members: members["files"][0].update(name="a\0b"), "must be the name of a file"),
         (lambda members: members["files"][0].update(checksums="ab"), 'files[0].checksums must be a list, not "ab"'),
         (
             lambda members: members["pieces"][0].update(start=float("inf")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from harness.parts import at_call, loaded, on_ranks
 from harness.patience import PATIENCE_SECONDS
-from harness.small_state import Ranks, set_state, state_at
+from harness.small_state import Ranks, manifest_at, set_state, state_at
 
 from megatron_zpp.checkpoint import folders, parts, saver, unfinished
 from megatron_zpp.checkpoint.disk import Gather, OneRank
@@ -236,27 +237,33 @@ def gathering_by(gather: Gather) -> OneRank:
     return messages
 
 
-def test_the_main_thread_does_not_wait_forever_for_the_first_rank_of_another_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [WAITING, IN_BACKGROUND], ids=["waiting", "in background"])
+def test_the_main_thread_does_not_wait_forever_for_a_disk_and_says_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: SaveOptions
+) -> None:
+    """The disk of node 0 hangs."""
     released = threading.Event()
-    ranks = Ranks([tmp_path / "node 0", tmp_path / "node 1"], state_at(1), WORLD_SIZE, IN_BACKGROUND)
-    for rank in (0, 2):
-        gather = ranks.disks[rank].firsts_in_background.gather
+    disks = [tmp_path / "node 0", tmp_path / "node 1"]
+    ranks = Ranks(disks, state_at(1), WORLD_SIZE, options)
+    unpatched = saver.seal
 
-        def wait(text: str, gather: Gather = gather) -> list[str]:
+    def seal(folder: Path, *arguments: Any) -> str:
+        if folder.parent == disks[0]:
             assert released.wait(PATIENCE_SECONDS)
-            return gather(text)
+        return unpatched(folder, *arguments)
 
-        ranks.savers[rank]._disk = replace(ranks.disks[rank], firsts_in_background=gathering_by(wait), limit_seconds=0.05)
-    ranks.save(1)
+    monkeypatch.setattr(saver, "seal", seal)
+    said = {0: "the disk of this node, with .*node 0, has not gone on", 2: "the disks of other nodes have not gone on"}
+    for rank in said:
+        ranks.savers[rank]._disk = replace(ranks.disks[rank], limit_seconds=0.05)
 
-    def finish(each: CheckpointSaver) -> None:
+    def save(each: CheckpointSaver) -> None:
+        with pytest.raises((RuntimeError, threading.BrokenBarrierError)) as error:
+            each.save(manifest_at(1))
+            each.finish()
         if each._disk.is_first:
-            with pytest.raises(RuntimeError, match="the disks of other nodes have not gone on with a save for 0 s"):
-                each.finish()
-        else:
-            with pytest.raises(threading.BrokenBarrierError):
-                each.finish()
+            assert re.search(f"{said[each._disk.rank]} with a save for 0 s", str(error.value))
 
     threading.Timer(1, ranks.lose_nodes).start()
-    ranks.on_each(finish)
+    ranks.on_each(save)
     released.set()
