@@ -24,6 +24,7 @@ from benchmarks import (
     preprocess,
     quantization,
     reshard,
+    save_copies,
     sockets,
     train_step,
 )
@@ -289,6 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
         for name in ("train_step", "train_step_small", "train_step_host", "train_step_deepspeed", "train_step_tensor")
     },
     "checkpoint": saving,
+    "save_copies": lambda: save_copies.table([save_copies.Result(**row) for row in rows_of("save_copies")]),
     "resharded_manifests": lambda: reshard.checkpoint_table([reshard.Checkpoint(**one) for one in stored("reshard")["checkpoints"]]),
     "resharded_loads": lambda: reshard.load_table([reshard.Load(**one) for one in stored("reshard")["loads"]]),
     "preprocessing": preprocessing,

@@ -180,6 +180,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python -m benchmarks.train_step --peers fsdp2 deepspeed": (
         "tests/benchmarks/test_train_step.py::test_without_deepspeed_no_world_is_started"
     ),
+    "python -m benchmarks.save_copies ...": "It needs root, for networks of its own, and takes five minutes.",
     "python -m benchmarks.sockets ...": BENCHMARK,
     "python -m benchmarks.two_nodes --smoke": SMOKE,
     "python -m benchmarks.two_nodes ...": "It needs root and takes half an hour; --smoke runs the same program on a tiny model.",
