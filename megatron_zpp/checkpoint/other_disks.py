@@ -144,14 +144,14 @@ class OtherDisks:
         return errors[0] if errors else ""
 
     def _find_elsewhere(self, asked: WantedRange, chunk_bytes: int, disk: int, waiting: deque[WantedRange]) -> bool:
-        """Whether a range that is damaged on a disk is good on the rank's own, or can wait for another one."""
+        """Whether a range that is damaged on a disk can be had otherwise: it waits for another disk, or is read from the rank's own."""
         self._unusable[asked.stored.name, asked.chunks.start].add(disk)
         if self._usable(asked):
             waiting.append(asked)
             return True
         if self.alone_have(asked.stored.name):
             return False
-        data = bytearray(asked.nbytes)  # the file is damaged here too, but perhaps in another range
+        data = bytearray(asked.nbytes)  # the rank has asked others because the file is damaged here, but perhaps in another range
         with suppress(DamagedCheckpointError):
             read_unverified(self._folder / asked.stored.name, memoryview(data), asked.chunks.start)
             return not self._use(memoryview(data), asked, chunk_bytes, self._disk.rank)
@@ -169,7 +169,7 @@ class OtherDisks:
 
     def _usable(self, asked: WantedRange) -> list[int]:
         """The disks of others that have a range, except those where this rank has found it damaged."""
-        unusable = {self._disk.index, *self._unusable[asked.stored.name, asked.chunks.start]}
+        unusable = {self._disk.index, *self._unusable.get((asked.stored.name, asked.chunks.start), ())}
         return [disk for disk in self._disks_of[asked.stored.name] if disk not in unusable]
 
     def _sender_of(self, asked: WantedRange) -> int:
