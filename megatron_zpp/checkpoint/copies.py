@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.disk import Disk, Ranks
+from megatron_zpp.checkpoint.disk import Disk, Messages
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError, StoredFile
 from megatron_zpp.checkpoint.reshard import ByteRange, chunk_ranges
 from megatron_zpp.checkpoint.verified_file import read_unverified, verify
@@ -30,10 +31,6 @@ class _Stretch(NamedTuple):
     stored: StoredFile
     chunks: ByteRange
 
-    @property
-    def nbytes(self) -> int:
-        return self.chunks.stop - self.chunks.start
-
 
 class Copies:
     """Copies on their way between the unfinished folders of a save.
@@ -47,7 +44,7 @@ class Copies:
         self,
         folder: Path,
         disk: Disk,
-        firsts: Ranks,
+        firsts: Messages,
         written: Sequence[Sequence[StoredFile]],
         chunk_bytes: int,
         count: Callable[[int], None],
@@ -57,9 +54,11 @@ class Copies:
         self._firsts = firsts
         self._chunk_bytes = chunk_bytes
         self._count = count
-        self._sent = [_stretches(of_disk, chunk_bytes) for of_disk in written]  # by disk and round
+        self._round_chunks = max(1, ROUND_BYTES // chunk_bytes)
+        self._own = self._stretches(written[disk.index])
+        self._coming = {source: self._stretches(written[source]) for source in disk.copied_here}
         self._error: Exception | None = None
-        self.rounds = max(map(len, self._sent))
+        self.rounds = max(map(self._rounds_of, written))
         self.files = tuple(file for source in disk.copied_here for file in written[source])
 
     def exchange(self, rounds: Sequence[int]) -> None:
@@ -75,23 +74,19 @@ class Copies:
             raise self._error
 
     def _exchanged(self, number: int) -> list[Tensor]:
-        """What comes from each disk in a round."""
-        own = self._stretch(self._disk.index, number)
-        data = NOTHING if own is None else self._read(own)
-        sent = [data if index in self._disk.copied_to else NOTHING for index in range(self._disk.count)]
-        numels = [0] * self._disk.count
-        for source in self._disk.copied_here:
-            coming = self._stretch(source, number)
-            numels[source] = 0 if coming is None else coming.nbytes
+        """What comes from each disk in a round. A disk that has sent all sends nothing."""
+        sent, numels = [NOTHING] * self._disk.count, [0] * self._disk.count
+        for own in self._own[number : number + 1]:
+            data = self._read(own)
+            for target in self._disk.copied_to:
+                sent[target] = data
+        for source, stretches in self._coming.items():
+            numels[source] = sum(coming.chunks.nbytes for coming in stretches[number : number + 1])
         return self._firsts.exchange(sent, numels)
-
-    def _stretch(self, disk: int, number: int) -> _Stretch | None:
-        """What a disk sends in a round; None if it has sent all."""
-        return self._sent[disk][number] if number < len(self._sent[disk]) else None
 
     def _read(self, own: _Stretch) -> Tensor:
         """The bytes of a stretch; zeros after an error, for the others wait for them."""
-        data = torch.zeros(own.nbytes, dtype=torch.uint8)
+        data = torch.zeros(own.chunks.nbytes, dtype=torch.uint8)
         try:
             read_unverified(self._folder / own.stored.name, data.numpy().data, own.chunks.start)
         except Exception as error:
@@ -102,10 +97,10 @@ class Copies:
         """Verifies what has come in a round, and writes it durably; nothing more after an error."""
         try:
             self._count(sum(values.numel() for values in received))
-            for source in self._disk.copied_here:
-                coming = self._stretch(source, number)
-                if coming is not None and self._error is None:
-                    self._write_stretch(coming, received[source].numpy().data, source)
+            for source, stretches in self._coming.items():
+                for coming in stretches[number : number + 1]:
+                    if self._error is None:
+                        self._write_stretch(coming, received[source].numpy().data, source)
         except Exception as error:
             self._keep(error)
 
@@ -124,8 +119,11 @@ class Copies:
         """Keeps the first error. That of damaged bytes has a remedy for a run that loads them; these are new."""
         self._error = self._error or (CheckpointError(error.finding) if isinstance(error, DamagedCheckpointError) else error)
 
+    def _stretches(self, files: Sequence[StoredFile]) -> list[_Stretch]:
+        """What a disk sends of its files, by round."""
+        chunks_of = partial(chunk_ranges, chunk_bytes=self._chunk_bytes, most_chunks=self._round_chunks)
+        return [_Stretch(file, chunks) for file in files for chunks in chunks_of([(0, file.nbytes)], file_bytes=file.nbytes)]
 
-def _stretches(files: Sequence[StoredFile], chunk_bytes: int) -> list[_Stretch]:
-    """The rounds in which files are sent."""
-    chunks = max(1, ROUND_BYTES // chunk_bytes)
-    return [_Stretch(file, found) for file in files for found in chunk_ranges([(0, file.nbytes)], chunk_bytes, file.nbytes, chunks)]
+    def _rounds_of(self, files: Sequence[StoredFile]) -> int:
+        """How many stretches there are, without a list of those of all nodes."""
+        return sum(-(-file.nbytes // (self._round_chunks * self._chunk_bytes)) for file in files)

@@ -8,10 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_zpp.checkpoint.manifest import CheckpointError
+
 Gather = Callable[[str], list[str]]
 
 
-class Ranks(Protocol):
+class Messages(Protocol):
     """Messages among ranks, which all call the same methods in the same order; `initialize.GroupRanks` sends them."""
 
     def gather(self, text: str) -> list[str]:
@@ -20,8 +22,12 @@ class Ranks(Protocol):
     def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
         """What each of them sends to this one, in rank order. sent: uint8, for each of them. numels: how many bytes come from each."""
 
+
+class Ranks(Messages, Protocol):
+    """Messages among all ranks."""
+
     def broadcast(self, data: Tensor, source: int) -> None:
-        """Fills `data`, uint8, with that of rank `source` of the world."""
+        """Fills `data`, uint8, with that of rank `source`."""
 
 
 class OneRank:
@@ -32,9 +38,6 @@ class OneRank:
 
     def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
         return list(sent)
-
-    def broadcast(self, data: Tensor, source: int) -> None:
-        pass
 
 
 ONE_RANK = OneRank()
@@ -54,8 +57,8 @@ class Disk:
     world_size: int
     ranks_per_disk: int
     copies: int = 1
-    firsts: Ranks = ONE_RANK
-    firsts_in_background: Ranks = ONE_RANK
+    firsts: Messages = ONE_RANK
+    firsts_in_background: Messages = ONE_RANK
     limit_seconds: float | None = None
 
     @classmethod
@@ -71,7 +74,11 @@ class Disk:
     @property
     def index(self) -> int:
         """The place of this one among the disks."""
-        return self.rank // self.ranks_per_disk
+        return self.index_of(self.rank)
+
+    def index_of(self, rank: int) -> int:
+        """The place of the disk of a rank among the disks."""
+        return rank // self.ranks_per_disk
 
     @property
     def ranks(self) -> range:
@@ -96,3 +103,10 @@ class Disk:
     def is_first(self) -> bool:
         """Whether `rank` is the first of those that share the disk."""
         return self.rank == self.ranks[0]
+
+
+def raise_if_any_failed(errors: Sequence[str]) -> None:
+    """Raises CheckpointError with the errors of all disks, in their order; empty texts are none."""
+    found = [f"{error} (on node {index})" for index, error in enumerate(errors) if error]
+    if found:
+        raise CheckpointError("\n".join(found))

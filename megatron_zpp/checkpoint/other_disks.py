@@ -29,10 +29,6 @@ class WantedRange:
     chunks: ByteRange
     use: Callable[[memoryview, int], None]
 
-    @property
-    def nbytes(self) -> int:
-        return self.chunks.stop - self.chunks.start
-
 
 @dataclass(frozen=True)
 class _Request:
@@ -103,7 +99,7 @@ class OtherDisks:
 
     def _agreed(self, error: str, waiting: Iterable[WantedRange]) -> list[int]:
         """How many bytes every rank waits for. Tells what has been found damaged. Raises the error of a rank on all of them."""
-        own = json.dumps([error, self._findings, sum(each.nbytes for each in waiting)])
+        own = json.dumps([error, self._findings, sum(each.chunks.nbytes for each in waiting)])
         self._findings = []
         answers = [json.loads(text) for text in self._ranks.gather(own)]
         errors = ["; ".join(filter(None, [error, *findings])) for error, findings, _ in answers]
@@ -127,20 +123,20 @@ class OtherDisks:
             if request.sender == self._disk.rank:
                 sent[request.reader].append(self._read(request))
         nothing = torch.empty(0, dtype=torch.uint8)
-        numels = [sum(each.nbytes for each in asked_of[rank]) for rank in range(self._disk.world_size)]
+        numels = [sum(each.chunks.nbytes for each in asked_of[rank]) for rank in range(self._disk.world_size)]
         received = self._ranks.exchange([torch.cat(parts) if parts else nothing for parts in sent], numels)
         self.bytes_received += sum(numels)
         errors: list[str] = []
         for sender, ranges in asked_of.items():
             place = 0
             for each in ranges:
-                view = received[sender].numpy().data[place : place + each.nbytes]
-                place += each.nbytes
+                view = received[sender].numpy().data[place : place + each.chunks.nbytes]
+                place += each.chunks.nbytes
                 finding = self._use(view, each, chunk_bytes, sender)
-                if finding and not self._find_elsewhere(each, chunk_bytes, sender // self._disk.ranks_per_disk, waiting):
+                if finding and not self._find_elsewhere(each, chunk_bytes, self._disk.index_of(sender), waiting):
                     errors.append(finding)
                 elif finding:
-                    self.tell(finding, each.stored.name, sender // self._disk.ranks_per_disk)
+                    self.tell(finding, each.stored.name, self._disk.index_of(sender))
         return errors[0] if errors else ""
 
     def _find_elsewhere(self, asked: WantedRange, chunk_bytes: int, disk: int, waiting: deque[WantedRange]) -> bool:
@@ -151,7 +147,7 @@ class OtherDisks:
             return True
         if self.alone_have(asked.stored.name):
             return False
-        data = bytearray(asked.nbytes)  # the rank has asked others because the file is damaged here, but perhaps in another range
+        data = bytearray(asked.chunks.nbytes)  # the rank has asked others because the file is damaged here, but perhaps in another range
         with suppress(DamagedCheckpointError):
             read_unverified(self._folder / asked.stored.name, memoryview(data), asked.chunks.start)
             return not self._use(memoryview(data), asked, chunk_bytes, self._disk.rank)
@@ -192,7 +188,7 @@ def _first_of(waiting: deque[WantedRange], most_bytes: int) -> list[WantedRange]
     """Takes ranges of at most so many bytes, but at least one, from those that wait."""
     taken: list[WantedRange] = []
     nbytes = 0
-    while waiting and (not taken or nbytes + waiting[0].nbytes <= most_bytes):
+    while waiting and (not taken or nbytes + waiting[0].chunks.nbytes <= most_bytes):
         taken.append(waiting.popleft())
-        nbytes += taken[-1].nbytes
+        nbytes += taken[-1].chunks.nbytes
     return taken

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_zpp.checkpoint.disk import Disk, Ranks
+from megatron_zpp.checkpoint.disk import Disk, Ranks, raise_if_any_failed
 from megatron_zpp.checkpoint.folders import (
     LATEST_FILE,
     RELEASE,
@@ -244,7 +244,7 @@ class PartsFinder:
             found = {file.name: reader.damage(file) for file in own[self._disk.rank - self._disk.ranks[0] :: len(self._disk.ranks)]}
             of_pieces = list(reader.verify([]))
         answers = self._ranks.gather(json.dumps({name: finding for name, finding in found.items() if finding}))
-        damaged = {(rank // self._disk.ranks_per_disk, *pair) for rank, text in enumerate(answers) for pair in json.loads(text).items()}
+        damaged = {(self._disk.index_of(rank), *pair) for rank, text in enumerate(answers) for pair in json.loads(text).items()}
         unusable = {(disk, name) for disk, name, _ in damaged}
         disks_of = {name: [disk for disk in disks if (disk, name) not in unusable] for name, disks in parts.disks_of.items()}
         lost, spared = list[str](), list[str]()
@@ -294,8 +294,7 @@ def finish_interrupted_save(directory: Path, disk: Disk, check_lock: Callable[[]
     except Exception as found:  # whatever it is, other disks must not wait for this one
         error = str(found)
     answers = [json.loads(text) for text in disk.firsts.gather(json.dumps([error, list(named.items())]))]
-    if errors := [f"{error} (on node {index})" for index, (error, _) in enumerate(answers) if error]:
-        raise CheckpointError("\n".join(errors))
+    raise_if_any_failed([error for error, _ in answers])
     named_somewhere = {tuple(pair) for _, pairs in answers for pair in pairs}
     finished = []
     for left, marker in written:

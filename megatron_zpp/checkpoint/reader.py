@@ -185,7 +185,7 @@ class CheckpointReader:
         def put(part: memoryview, start: int) -> None:
             data[start : start + len(part)] = part
 
-        self._read_ranges(stored, [(0, stored.nbytes)], put)
+        self._read_chunks(stored, [*self._all_chunks(stored)], put)
         return bytes(data)
 
     def verify(self, files: Sequence[StoredFile] | None = None) -> Iterator[str]:
@@ -196,9 +196,8 @@ class CheckpointReader:
 
     def damage(self, stored: StoredFile, folder: Path | None = None) -> str:
         """What is wrong with a file; empty if nothing is. folder: of the part that has it, by default the first."""
-        chunks = chunk_ranges([(0, stored.nbytes)], self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE)
         try:
-            self._read_from(folder or self._folders_of(stored.name)[0], stored, chunks, lambda data, start: None)
+            self._read_from(folder or self._folders_of(stored.name)[0], stored, self._all_chunks(stored), lambda data, start: None)
         except DamagedCheckpointError as error:
             return error.finding
         return ""
@@ -220,12 +219,14 @@ class CheckpointReader:
         ranges = byte_ranges((place.source for place in wanted), chunk_bytes)
         return chunk_ranges(ranges, chunk_bytes, self._files[name].nbytes, CHUNKS_AT_ONCE)
 
-    def _read_ranges(self, stored: StoredFile, ranges: Iterable[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
-        """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each range of chunks."""
-        self._read_chunks(stored, [*chunk_ranges(ranges, self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE)], use)
+    def _all_chunks(self, stored: StoredFile) -> Iterator[ByteRange]:
+        return chunk_ranges([(0, stored.nbytes)], self.manifest.chunk_bytes, stored.nbytes, CHUNKS_AT_ONCE)
 
     def _read_chunks(self, stored: StoredFile, chunks: Sequence[ByteRange], use: Callable[[memoryview, int], None]) -> None:
-        """The same for chunks. Where a part has the file damaged, that of the next part is read."""
+        """Reads and verifies ranges of chunks of a file, and calls use(bytes, first byte) for each of them.
+
+        Where a part has the file damaged, that of the next part is read.
+        """
         *others, last = self._folders_of(stored.name)
         for folder in others:
             try:

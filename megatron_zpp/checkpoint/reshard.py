@@ -36,6 +36,10 @@ class ByteRange:
     start: int
     stop: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
 
 class MissingElementsError(LookupError):
     """Elements of one state of a parameter are in no piece. elements: which, in words."""

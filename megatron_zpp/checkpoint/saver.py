@@ -38,7 +38,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from megatron_zpp.checkpoint.copies import ROUNDS_AT_A_TIME, Copies
-from megatron_zpp.checkpoint.disk import Disk, Gather, Ranks
+from megatron_zpp.checkpoint.disk import Disk, Gather, Messages, raise_if_any_failed
 from megatron_zpp.checkpoint.durable import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS
 from megatron_zpp.checkpoint.folders import (
     Stage,
@@ -129,8 +129,8 @@ class _Watched:
     latest: when something has last gone on there. waits: whether the thread waits for others.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
         self.latest = time.monotonic()
         self.waits = False
 
@@ -144,15 +144,11 @@ class _Watched:
 
     def gather(self, text: str) -> list[str]:
         with self._waiting():
-            return self._ranks.gather(text)
+            return self._messages.gather(text)
 
     def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
         with self._waiting():
-            return self._ranks.exchange(sent, numels)
-
-    def broadcast(self, data: Tensor, source: int) -> None:
-        with self._waiting():
-            self._ranks.broadcast(data, source)
+            return self._messages.exchange(sent, numels)
 
 
 @dataclass(frozen=True)
@@ -416,9 +412,7 @@ class CheckpointSaver:
         error = _error_text(future.result)
         own = json.dumps([None if error else future.result(), error])
         answers = [json.loads(text) for text in save.firsts.gather(own)]
-        errors = [f"{error} (on node {index})" for index, (_, error) in enumerate(answers) if error]
-        if errors:
-            raise CheckpointError("\n".join(errors))
+        raise_if_any_failed([error for _, error in answers])
         return [answer for answer, _ in answers]
 
     def _seal(self, save: _Save, manifest: Manifest, own_files: Sequence[StoredFile]) -> str:

@@ -70,7 +70,7 @@ class VerifiedFile:
                 else:
                     buffer, future = used.popleft()
                     future.result()
-                view = memoryview(buffer)[: chunks.stop - chunks.start]
+                view = memoryview(buffer)[: chunks.nbytes]
                 self._read_into(view, chunks.start)
                 used.append((buffer, threads.submit(verify_and_use, view, chunks.start)))
             for _, future in used:
