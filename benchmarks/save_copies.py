@@ -10,7 +10,6 @@ of both runs, beside what a plan says: the bytes that come into a node, divided 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import statistics
 import subprocess
@@ -21,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.report import ROOT, in_table, report
-from testbed.network import INTERFACE, Network
+from testbed.network import Network
+from testbed.network_ranks import outcome, start_rank
 from testbed.rates import Rate
 from testbed.sandbox import enter_own_network
 
@@ -70,32 +70,28 @@ def measured(network: Network, rate: Rate, saves: int, port: int) -> Result:
 
 def run(network: Network, folder: Path, saves: int, flags: str, port: int) -> tuple[float, int]:
     """The median seconds of a save, and the bytes of other nodes' files in the first node's folder. Raises RuntimeError if a rank fails."""
-    world = range(NODES * RANKS_PER_NODE)
     disks = [folder / f"node_{node}" for node in range(NODES)]
     command = f"{MODEL} --train-iters {saves} --save-interval 1 --keep-last 1 --node-local-checkpoints {flags}"
-    ranks = [_start(network, rank, [*command.split(), "--save", str(disks[rank // RANKS_PER_NODE])], port) for rank in world]
-    printed = [rank.communicate(timeout=LONGEST_SECONDS)[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("\n".join(printed))
-    seconds = [float(found) for found in LATENCY.findall(printed[0])]
+    program = [sys.executable, str(ROOT / "pretrain_zeropp_gpt.py"), *command.split()]
+    ranks = [
+        start_rank(
+            network,
+            rank,
+            (NODES, RANKS_PER_NODE),
+            port,
+            [*program, "--save", str(disks[rank // RANKS_PER_NODE])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(NODES * RANKS_PER_NODE)
+    ]
+    ended = outcome(ranks, LONGEST_SECONDS)
+    if any(code for code, _ in ended):
+        raise RuntimeError("\n".join(text for _, text in ended))
+    seconds = [float(found) for found in LATENCY.findall(ended[0][1])]
     own = {f"rank_{rank:05d}.safetensors" for rank in range(RANKS_PER_NODE)}
     copied = [path.stat().st_size for path in disks[0].glob("iter_*/*.safetensors") if path.name not in own]
     return statistics.median(seconds[1:]), sum(copied)
-
-
-def _start(network: Network, rank: int, flags: Sequence[str], port: int) -> subprocess.Popen[str]:
-    environment = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank % RANKS_PER_NODE),
-        "WORLD_SIZE": str(NODES * RANKS_PER_NODE),
-        "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
-        "MASTER_ADDR": network.address(0),
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [*network.inside(rank // RANKS_PER_NODE), sys.executable, str(ROOT / "pretrain_zeropp_gpt.py"), *flags]
-    return subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from harness.network_nodes import outcome, start_rank
 from harness.places import ROOT
 from harness.tiny_runs import TINY
 from testbed.network import Network
+from testbed.network_ranks import outcome, start_rank
 from testbed.rates import UNLIMITED, Rate
 from testbed.sandbox import enter_own_network
 

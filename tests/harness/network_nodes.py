@@ -1,62 +1,18 @@
-"""Ranks in nodes that are network namespaces: how a program starts them and waits for them, and how a test runs such a program."""
+"""How a test runs a program whose ranks are in network namespaces (testbed/network_ranks.py)."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.places import importing
-from testbed.network import INTERFACE, Network
 from testbed.sandbox import CannotIsolate, isolating_command
-
-
-def start_rank(
-    network: Network, rank: int, world: tuple[int, int], port: int, command: Sequence[str], **options: Any
-) -> subprocess.Popen[str]:
-    """Starts a rank in its node. world: number of nodes, and of ranks on each. options: of Popen; without stdout it is not kept."""
-    nodes, ranks_per_node = world
-    node, local_rank = divmod(rank, ranks_per_node)
-    environment = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(nodes * ranks_per_node),
-        "LOCAL_WORLD_SIZE": str(ranks_per_node),
-        "MASTER_ADDR": network.address(0),
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        [*network.inside(node), *command],
-        env={**os.environ, **environment},
-        text=True,
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: none outlives this program
-        **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, **options},
-    )
-
-
-def outcome(processes: Sequence[subprocess.Popen[str]], limit_seconds: float) -> list[tuple[int, str]]:
-    """Exit code of every rank, and what it printed where this is kept; a rank that does not end is killed and has a negative one."""
-    deadline = time.monotonic() + limit_seconds
-    found = []
-    for process in processes:
-        try:
-            printed = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            printed = process.communicate()
-        found.append((process.returncode, "".join(filter(None, printed))))
-    return found
 
 
 def found_by(module: str, folder: Path, *arguments: object, limit_seconds: float) -> Any:

@@ -18,11 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from harness.network_nodes import outcome, start_rank
 from harness.parts import all_in
 from harness.places import ROOT
 from harness.tiny_runs import TINY, losses, records_of
 from testbed.network import Network, interface_bytes
+from testbed.network_ranks import outcome, start_rank
 from testbed.sandbox import enter_own_network
 
 RANKS_PER_NODE = 2
