@@ -15,6 +15,7 @@ import pytest
 from harness.megatron_files import random_model, write_legacy
 from harness.pages import FENCED, Command, command_of, commands, text_of
 from harness.parts import all_in
+from harness.places import ROOT
 from harness.rank_pool import RankPool
 from harness.reader import ENTRY, SIZES, Reader
 from harness.small_gpt import LLAMA
@@ -61,6 +62,15 @@ def test_readmes_training_saves_and_goes_on_with_more_ranks_and_zeropp(trained: 
     assert (trained.folder / "my_checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "4"
     records = [json.loads(line) for line in (trained.folder / "my_run.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records if "lm_loss" in record] == [1, 2, 3, 4]
+
+
+def test_readmes_two_nodes_run_with_the_copies_that_it_names(reader: Reader, ranks: RankPool) -> None:
+    assert "`--save-copies 2`" in (ROOT / README).read_text(encoding="utf-8")
+    more = "--save copied --load copied --save-copies 2"
+    printed = reader.train(command_of(README, "MASTER_ADDR=node0 NODES=2 NODE_RANK=0 bash scripts/torchrun_nodes.sh"), ranks, 2, 2, more)
+    assert "copies on the disks of other nodes" in printed
+    files = [{path.name for path in (reader.folder / name).glob("iter_0000004/*")} for name in ("copied", "copied_of_node_1")]
+    assert files[0] == files[1] and len(files[0]) == 6  # of four ranks, and the manifest with its marker
 
 
 def test_the_tools_of_the_checkpoints_page_read_what_readmes_training_has_saved(trained: Reader) -> None:
