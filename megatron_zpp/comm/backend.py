@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -63,16 +63,19 @@ class TorchWork:
 
 
 class TorchBackend:
-    """The collectives of torch.distributed. Each lane has its own process group; the default group is the whole world.
+    """The collectives of torch.distributed. Each lane has its own process group.
+
+    world: the group of all ranks of the grid; by default torch's default group.
 
     On CUDA a collective runs in the current stream. With async_op=True, NCCL would run it in one more stream per group; a device has few
     queues for streams, and kernels of two streams in one queue wait for each other.
     """
 
-    def __init__(self, grid: Grid, rank: int, groups: Mapping[Lane, dist.ProcessGroup]) -> None:
+    def __init__(self, grid: Grid, rank: int, groups: Mapping[Lane, dist.ProcessGroup], world: dist.ProcessGroup | None = None) -> None:
         self.grid = grid
         self.rank = rank
         self._groups = groups
+        self._world = world
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work | None:
         work = _all_gather(output, own, group=self._groups[lane], async_op=not output.is_cuda)
@@ -87,7 +90,7 @@ class TorchBackend:
             return own.detach().clone().view(1, 1, -1)
         output = own.new_empty(self.grid.world_size * own.numel())
         with naming("a few numbers of every rank"):
-            _all_gather(output, own.contiguous())
+            _all_gather(output, own.contiguous(), group=self._world)
         return output.view(self.grid.data_ranks, self.grid.tensor_ranks, -1)
 
 
@@ -212,15 +215,21 @@ class VirtualWork:
 
 
 class VirtualBackend:
-    """The collectives of one rank of a virtual world."""
+    """The collectives of one rank of a virtual world, or of a part of one."""
 
-    def __init__(self, world: VirtualWorld, rank: int) -> None:
-        self.grid = world.grid
+    def __init__(self, world: VirtualWorld, rank: int, grid: Grid | None = None, part: tuple[int, ...] = ()) -> None:
+        """grid, part: of a part, the arrangement of its ranks, and which ranks of the world they are."""
+        self.grid = grid or world.grid
         self.rank = rank
         self.world = world
         self.serves_engine = False  # a second engine would get messages of the first
+        self._part = part
         self._sequence: dict[object, int] = {}
         self._members = {link: self.grid.members(link, self.rank) for link in Link}
+
+    def part(self, grid: Grid, ranks: Sequence[int]) -> VirtualBackend:
+        """The backend of this rank in a world of `ranks` alone, arranged as `grid` says. No other part may have the same ranks."""
+        return VirtualBackend(self.world, ranks.index(self.rank), grid, tuple(ranks))
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
         members = self._members[lane.link]
@@ -239,7 +248,7 @@ class VirtualBackend:
     def _post(self, group: object, member: int, part: _Part, members: int, deliver: Callable[[list[_Part]], None]) -> Work:
         sequence = self._sequence.get(group, 0)
         self._sequence[group] = sequence + 1
-        return self.world.post((group, sequence), member, part, members, deliver)
+        return self.world.post((self._part, group, sequence), member, part, members, deliver)
 
 
 def _deliver_gather(parts: list[_Part]) -> None:

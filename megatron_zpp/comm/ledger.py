@@ -20,6 +20,7 @@ class Category(enum.Enum):
     ACTIVATIONS = "activations"
     EXCHANGES = "exchanges"
     REPLICAS = "replicas"
+    OUTER = "outer"  # of outer steps, between islands
     COPIES = "copies"  # of a checkpoint's files; the first rank of a node receives all of the node, in a thread that books nothing else
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -28,10 +28,17 @@ _kept_backends: list[object] = []
 
 
 def make_lane_groups(
-    grid: Grid, rank: int, timeout: timedelta, device: torch.device, connecting: Callable[[], AbstractContextManager[None]] = nullcontext
+    grid: Grid,
+    rank: int,
+    timeout: timedelta,
+    device: torch.device,
+    connecting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    worlds: Sequence[Sequence[int]] = (),
 ) -> dict[Lane, dist.ProcessGroup]:
-    """The process group of `rank` for each lane, those across too, whose link has more than one rank; every rank of the world must call it.
+    """The process group of `rank` for each lane, those across too, whose link has more than one rank; every rank of torch.distributed must
+    call it.
 
+    worlds: if those ranks are several worlds that are arranged alike, the ranks of each, in the order of `grid`. Each rank is in one.
     timeout: passed to each group, because a new group does not inherit that of the world.
     device: on CUDA the groups have NCCL alone. By default they would have all backends of the world, and connect every member by gloo.
     connecting: gives the context in which each group is made.
@@ -44,12 +51,26 @@ def make_lane_groups(
     for lane in (*LANES, *ACROSS_LANES):
         if grid.link_ranks(lane.link) == 1:
             continue
-        for ranks in grid.groups(lane.link):
+        for ranks in _members(grid, lane, worlds):
             with connecting():
-                group = dist.new_group(list(ranks), timeout=timeout, **_backend_arguments(grid, lane, timeout, device))
+                group = dist.new_group(ranks, timeout=timeout, **_backend_arguments(grid, lane, timeout, device))
             if rank in ranks:
                 own[lane] = group
     return own
+
+
+def _members(grid: Grid, lane: Lane, worlds: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """The ranks of torch.distributed in each group of a lane."""
+    for world in worlds or [range(grid.world_size)]:
+        for members in grid.groups(lane.link):
+            yield [world[member] for member in members]
+
+
+def make_world_group(worlds: Sequence[Sequence[int]], rank: int, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
+    """The process group of all ranks of the world that `rank` is in. Every rank of torch.distributed must call it. worlds: of all ranks."""
+    backend = nccl_backend() if device.type == "cuda" else None
+    groups = [dist.new_group(list(world), timeout=timeout, backend=backend, pg_options=world_options(timeout, device)) for world in worlds]
+    return next(group for world, group in zip(worlds, groups, strict=True) if rank in world)
 
 
 def _backend_arguments(grid: Grid, lane: Lane, timeout: timedelta, device: torch.device) -> dict[str, Any]:

@@ -6,7 +6,7 @@ It reads one row of the policy table and one schedule. It never asks which ZeRO 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -170,19 +170,25 @@ class ZeroEngine:
         self._progress.end_update()
         return result
 
+    def check_between_steps(self) -> None:
+        """Raises RuntimeError if the engine is closed, or gradients have come that no update has used."""
+        self.check_open()
+        self._progress.check_used()
+
     def finish_updates(self) -> None:
         """Makes the updates that wait for the next forward. Call it before main weights or moments are read or written."""
         self.optimizer.later.finish()
 
-    def weights_changed(self, *, copies_are_filled: bool = False) -> None:
+    def weights_changed(self, *, units: Collection[WeightUnit] | None = None, copies_are_filled: bool = False) -> None:
         """Marks the weights on every rung as stale. Call it after any write to the main weights.
 
+        units: those whose main weights were written; by default all.
         copies_are_filled: whether this rank's slices of copies that are kept across steps have been written as well. Otherwise they are
         taken from the main weights. Raises RuntimeError if updates were not finished before the write: they would change what was written.
         """
         self.optimizer.later.check_finished()
         self._pass.end_step()
-        for unit in self.units:
+        for unit in self.units if units is None else units:
             unit.replace(copy_is_filled=copies_are_filled)
 
     @property

@@ -75,6 +75,12 @@ class GradientProgress:
                 "the last update has used the gradients, and no others have come; call engine.backward() before the next step"
             )
 
+    def check_used(self) -> None:
+        """Raises RuntimeError within a step: between its first backward and its update."""
+        self.check_usable()
+        if self._state not in (_State.NONE, _State.USED):
+            raise RuntimeError("gradients have come that no update has used; call engine.step() first")
+
     def end_update(self) -> None:
         """Ends the step."""
         if self._state is _State.MEAN:

@@ -59,6 +59,10 @@ class KeptCopy:
         self._is_shared = False
         self._own_is_filled = False
 
+    def share(self) -> None:
+        """Makes the next climb a difference: every rank of the column has filled its copy, with the same values."""
+        self._is_shared = True
+
     def restart(self, *, own_is_filled: bool = False) -> None:
         """Makes the next climb a plain one. own_is_filled: whether it sends `own` as it is. Otherwise it sends the main weights."""
         self._is_shared = False

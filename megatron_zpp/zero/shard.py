@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import logging
 import math
 import os
@@ -30,24 +29,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.comm.asking_lanes import AskingLanes
 from megatron_zpp.comm.backend import Backend, TorchBackend, VirtualBackend
-from megatron_zpp.comm.first_messages import send_first_messages
-from megatron_zpp.comm.lanes import Lanes, make_lanes
-from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Links
-from megatron_zpp.comm.observed_lanes import ObservedLanes
-from megatron_zpp.comm.streams import streams_of
+from megatron_zpp.comm.world_links import WorldLinks, has_world
 from megatron_zpp.config.counted import counted
+from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.monitor.profiler import LabelObserver
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.groups import end_group, end_world, make_lane_groups
+from megatron_zpp.parallel.groups import end_world
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import Use
-from megatron_zpp.parallel.topology import Lane
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.alike import check_alike, digest_of, raising_alike
@@ -60,7 +53,6 @@ from megatron_zpp.zero.policy import WEIGHT, Policy, Rung
 from megatron_zpp.zero.refusals import refuse_replaced, refuse_state_dicts
 
 _log = logging.getLogger(__name__)
-_engines = itertools.count()  # every rank makes them in the same order
 
 
 def shard(
@@ -72,6 +64,7 @@ def shard(
     grid: Grid | None = None,
     loss_scaler: LossScaler | None = None,
     initialize: Initializer | None = None,
+    islands: int = 1,
     backend: Backend | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> ZeroEngine:
@@ -110,14 +103,17 @@ def shard(
         unit, which reads that unit and those that share parameters with it; before them that of the module "", if it has a root (its unit
         is "(root)"). Needed if a call reads other units too, for example because a weight is passed as an argument, or if several units
         are recomputed together.
-    grid: Grid(world_size, ranks_per_node, partition_ranks). Ranks of a node must be consecutive. Weights climb first between
+    grid: of one island, Grid(world_size, ranks_per_node, partition_ranks). Ranks of a node must be consecutive. Weights climb first between
         partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: the nodes of the launcher
         (torchrun sets LOCAL_WORLD_SIZE), with one partition per node.
     loss_scaler: DynamicLossScaler() for fp16 (zero/loss_scaler.py). Default: a scale of 1.
     initialize: for a module on the meta device: initialize(path, shape) returns the first values of a parameter, of any dtype and device.
         Every rank calls it for every parameter in the same order, one after the other, and keeps its own slice.
+    islands: how many copies of the module are trained apart, each by equally many consecutive ranks: a part of a node, a node, or several
+        whole ones. To the engine an island is the whole world, so `grid`, rank, world_size, data_rank and gather_world() are those of the
+        island. join_islands() (outer/join.py) brings the copies together now and then. Default: 1, all ranks train one.
     backend: other collectives than those of torch.distributed, such as comm/backend.py:VirtualWorld, which runs a world as threads of one
-        process; it brings its own grid, and serves one engine.
+        process; it brings its own grid, that of an island, and serves one engine.
     timeout: of a hop over torch.distributed; a rank that waits for another longer than this fails. Other collectives (the gradient norm,
         full_weights) have the timeout of the default process group. Default: 10 minutes.
 
@@ -173,29 +169,27 @@ def shard(
     """
     world_size = _world_size(backend)
     rank = backend.rank if backend is not None else dist.get_rank() if world_size > 1 else 0
-    probe = backend or TorchBackend(Grid.of_nodes(1, world_size), rank, {})
+    everyone = backend or TorchBackend(Grid.of_nodes(1, world_size), rank, {})
     device = _device(module, backend)
-    with raising_alike(probe, device):
+    with raising_alike(everyone, device):
         _check_backend(backend)
-        grid = _checked_grid(grid, backend, world_size)
+        grid = _checked_grid(grid, backend, world_size, _checked_islands(islands, backend, world_size))
         _check_options(options)
         _check_loss_scaler(loss_scaler)
         _load_kernels(options.policy, device)
         plan = plan_of(module, units, uses, initialize)
-    check_alike(probe, device, _arguments_as_bytes(plan, grid, options, loss_scaler), "arguments of shard() or shapes of parameters")
+    check_alike(everyone, device, _arguments_as_bytes(plan, grid, options, loss_scaler), "arguments of shard() or shapes of parameters")
     if initialize is None:
-        check_alike(probe, device, digest_of(plan.parameters.values()), "first values of parameters")
+        check_alike(everyone, device, digest_of(plan.parameters.values()), "first values of parameters")
 
-    groups = make_lane_groups(grid, rank, timeout, device) if backend is None else {}
-    backend = backend or TorchBackend(grid, rank, groups)
     if type(options.observer) is Observer:
         options = replace(options, observer=LabelObserver())  # of this engine alone, for it remembers the unit that computes
-    lanes = _make_lanes(rank, world_size, device, has_groups=bool(groups))
-    if groups and device.type == "cuda":
-        send_first_messages(backend, lanes, device)
-    links = Links(backend, ObservedLanes(lanes, options.observer), Ledger(grid, rank), device)
+    if backend is not None:
+        made = WorldLinks.over(backend, device, options.observer)
+    else:
+        made = WorldLinks.connect(grid, _runs(world_size, islands), device, timeout, options.observer)
     remind = partial(_remind_to_close, rank)
-    engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, links, loss_scaler, partial(_end_groups, links, groups, remind))
+    engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, made.links, loss_scaler, partial(_end, made, remind))
     if isinstance(backend, VirtualBackend):
         backend.serves_engine = True
     for owner, attribute, path in plan.aliases:
@@ -203,14 +197,14 @@ def shard(
     if initialize is None:
         _fill(engine, plan.parameters, None)
     else:
-        with raising_alike(backend, device):
+        with raising_alike(everyone, device):
             digest = _fill(engine, plan.parameters, initialize)
-        check_alike(backend, device, digest, "first values of parameters")
+        check_alike(everyone, device, digest, "first values of parameters")
     refuse_state_dicts(module)
     for path, parameter in plan.parameters.items():
         if parameter.requires_grad:
             refuse_replaced(path, parameter)
-    if groups:
+    if made.groups:
         atexit.register(remind)
     _tell(engine)
     return engine
@@ -221,7 +215,7 @@ def leave_world() -> None:
 
     It also frees what still holds a collective: threads of gloo that free it while the interpreter shuts down abort the process.
     """
-    if _has_world():
+    if has_world():
         end_world()
 
 
@@ -244,24 +238,16 @@ def full_weights(engine: ZeroEngine, *, with_frozen: bool = True) -> Iterator[tu
         yield from ((path, weight.float()) for path, weight in weights.items())
 
 
-def _make_lanes(rank: int, world_size: int, device: torch.device, *, has_groups: bool) -> Lanes:
-    """Lanes whose errors say what each rank has asked for last, where a thread moves them and torch.distributed carries them."""
-    streams = streams_of(device)
-    if streams is not None or not has_groups:
-        return make_lanes(streams)
-    store = dist.PrefixStore(f"megatron_zpp/lanes/{next(_engines)}", dist.distributed_c10d._get_default_store())
-    return AskingLanes(store, rank, world_size)
-
-
 def _world_size(backend: Backend | None) -> int:
     if backend is not None:
         return backend.grid.world_size
-    return dist.get_world_size() if _has_world() else 1
+    return dist.get_world_size() if has_world() else 1
 
 
-def _has_world() -> bool:
-    """Whether torch.distributed has connected the ranks."""
-    return dist.is_available() and dist.is_initialized()
+def _runs(world_size: int, count: int) -> list[range]:
+    """The ranks of a world as `count` runs of equal length."""
+    size = world_size // count
+    return [range(first, first + size) for first in range(0, world_size, size)]
 
 
 def _check_backend(backend: Backend | None) -> None:
@@ -272,22 +258,37 @@ def _check_backend(backend: Backend | None) -> None:
         )
 
 
-def _checked_grid(grid: Grid | None, backend: Backend | None, world_size: int) -> Grid:
+def _checked_islands(islands: int, backend: Backend | None, world_size: int) -> int:
+    if backend is not None and islands != 1:
+        raise UserError(f"islands is {islands}, and a backend is that of one island; leave `islands` out")
+    if type(islands) is not int or islands < 1 or world_size % islands:
+        raise UserError(
+            f"islands is {islands!r}, which does not divide the {counted(world_size, 'rank')}; choose {any_of(divisors(world_size))}"
+        )
+    return islands
+
+
+def _checked_grid(grid: Grid | None, backend: Backend | None, all_ranks: int, islands: int) -> Grid:
+    """The grid of one island."""
+    world_size = all_ranks // islands
     if grid is None:
-        grid = backend.grid if backend is not None else Grid(world_size, *2 * [_ranks_per_node(world_size)])
+        grid = backend.grid if backend is not None else Grid(world_size, *2 * [_ranks_per_node(all_ranks, islands)])
     if grid.tensor_ranks > 1:
         raise UserError(f"the grid has {grid.tensor_ranks} tensor ranks, and shard() divides no layer among ranks; give one with 1")
     if grid.context_ranks > 1:
         raise UserError(f"the grid has {grid.context_ranks} context ranks, and shard() divides no sample among ranks; give one with 1")
     if grid.world_size != world_size:
-        raise UserError(f"the grid has {counted(grid.world_size, 'rank')} and the world has {world_size}; give the grid of this world")
+        whose = "the world has" if islands == 1 else f"each of {islands} islands has"
+        raise UserError(f"the grid has {counted(grid.world_size, 'rank')} and {whose} {world_size}; give the grid of that many")
     if backend is not None and grid != backend.grid:
         raise UserError(f"the grid is {grid} and that of the backend is {backend.grid}; leave `grid` out")
     return grid
 
 
-def _ranks_per_node(world_size: int) -> int:
-    if world_size == 1:
+def _ranks_per_node(world_size: int, islands: int) -> int:
+    """Those of a node of one island. An island that is a part of a node is a node of its own."""
+    island_ranks = world_size // islands
+    if island_ranks == 1:
         return 1
     launch = read_launch(os.environ)
     if launch.local_world_size is None or launch.world_size != world_size:
@@ -295,7 +296,14 @@ def _ranks_per_node(world_size: int) -> int:
             f"the launcher does not say how many of the {world_size} ranks share a node: LOCAL_WORLD_SIZE is not set for this world"
         )
         raise UserError(f"{finding}; start with torchrun, or pass grid=Grid.of_nodes(nodes, ranks_per_node)")
-    return launch.local_world_size
+    of_node = launch.local_world_size
+    choices = [count for count in divisors(world_size) if (world_size // count) % of_node == 0 or of_node % (world_size // count) == 0]
+    if islands not in choices:
+        raise UserError(
+            f"islands is {islands}, and the {island_ranks} ranks of each are neither whole nodes of {counted(of_node, 'rank')} nor an "
+            f"equal part of one; choose {any_of(choices)}, or pass `grid`"
+        )
+    return min(of_node, island_ranks)
 
 
 def _check_options(options: EngineOptions) -> None:
@@ -349,9 +357,9 @@ def _device(module: nn.Module, backend: Backend | None) -> torch.device:
     if backend is not None:
         return torch.device("cpu")
     parameter = next(module.parameters(), None)
-    if parameter is not None and not parameter.is_meta and not _has_world():
+    if parameter is not None and not parameter.is_meta and not has_world():
         return parameter.device
-    is_on_gpu = torch.cuda.is_available() and (not _has_world() or "nccl" in str(dist.get_backend_config()))
+    is_on_gpu = torch.cuda.is_available() and (not has_world() or "nccl" in str(dist.get_backend_config()))
     return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
@@ -386,12 +394,8 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
     return digest.digest()
 
 
-def _end_groups(links: Links, groups: Mapping[Lane, dist.ProcessGroup], remind: Callable[[], None]) -> None:
-    """Ends the process groups of the lanes, once no rank needs them any more."""
-    links.gather_world(torch.zeros(1, device=links.device))
-    links.lanes.drain()  # until the gather has ended; on a GPU it has only been enqueued
-    for group in groups.values():
-        end_group(group)
+def _end(made: WorldLinks, remind: Callable[[], None]) -> None:
+    made.end()
     atexit.unregister(remind)
 
 

@@ -19,6 +19,7 @@ from megatron_zpp.parallel.groups import (
     RECORD_MILLISECONDS,
     RECORD_VARIABLE,
     make_lane_groups,
+    make_world_group,
     nccl_backend,
     shorten_records,
     world_options,
@@ -83,6 +84,29 @@ def test_every_lane_of_a_link_with_company_has_a_group_of_its_own(grid: Grid, mo
     made: list[int] = [int(str(group)) for group in own.values()]
     assert len(set(made)) == len(own)
     assert all(tuple(calls[group - 1].ranks) == grid.members(lane.link, 3) for lane, group in zip(own, made, strict=True))
+
+
+def test_worlds_that_are_arranged_alike_have_groups_of_their_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, worlds = _record_new_groups(monkeypatch), [[0, 2, 4, 6], [1, 3, 5, 7]]
+    for rank in range(8):
+        calls.clear()
+        own = make_lane_groups(Grid.of_nodes(2, 2), rank, TIMEOUT, CPU, worlds=worlds)
+        assert [call.ranks for call in calls] == 2 * [[0, 4], [2, 6], [1, 5], [3, 7], [0, 2], [4, 6], [1, 3], [5, 7]]
+        world = worlds[rank % 2]
+        for lane, group in own.items():
+            assert calls[int(str(group)) - 1].ranks == [world[place] for place in Grid.of_nodes(2, 2).members(lane.link, world.index(rank))]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_each_of_several_worlds_has_a_group_for_all_of_its_ranks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _record_new_groups(monkeypatch)
+    backend = nccl_backend() if device == GPU else None
+    for rank in range(4):
+        calls.clear()
+        own: int = int(str(make_world_group([range(2), range(2, 4)], rank, TIMEOUT, device)))
+        assert [call.ranks for call in calls] == [[0, 1], [2, 3]]
+        assert {call.others.get("backend") for call in calls} == {backend}
+        assert rank in calls[own - 1].ranks
 
 
 def test_a_link_of_one_rank_has_no_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import threading
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from harness.fake_streams.gpus import Gpu, run_on_gpus
-from harness.worlds import TurnLanes, run_world
+from harness.fake_streams.own_links import links_on_machines, put_rank_on
+from harness.worlds import run_world
 from torch import Tensor, nn
 
 from megatron_zpp.comm.backend import Backend
-from megatron_zpp.comm.links import Links
-from megatron_zpp.zero import shard as shard_module
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_offloaded_optimizer
 from megatron_zpp.zero.shard import full_weights, shard
@@ -23,7 +21,6 @@ pytestmark = pytest.mark.virtual
 
 UNITS = ["first", "middle", "last"]
 History = tuple[list[float], dict[str, list[float]]]
-_of_thread = threading.local()  # gpu: of the rank of this thread; None for a rank without streams
 
 
 class Module(nn.Module):
@@ -44,22 +41,14 @@ with torch.random.fork_rng():
 
 
 @pytest.fixture(autouse=True)
-def streams_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes and streams are those of the rank's fake GPU, if it has one."""
-
-    def make_lanes(_: Any) -> Any:
-        return TurnLanes() if _of_thread.gpu is None else _of_thread.gpu.lanes
-
-    def make_links(*parts: Any) -> Links:
-        return Links(*parts, streams=None if _of_thread.gpu is None else _of_thread.gpu.machine)
-
-    monkeypatch.setattr(shard_module, "make_lanes", make_lanes)
-    monkeypatch.setattr(shard_module, "Links", make_links)
+def streams_by_rank() -> Iterator[None]:
+    with links_on_machines():
+        yield
 
 
 def train(policy: Policy, backend: Backend, gpu: Gpu | None = None) -> History:
     """Norms and last weights of two steps of two micro-batches; half of the ranks leave a unit out, and all evaluate."""
-    _of_thread.gpu = gpu
+    put_rank_on(None if gpu is None else gpu.machine)
     module = copy.deepcopy(MODULE)
     engine = shard(module, UNITS, EngineOptions(policy=policy, block_numel=32), backend=backend)
     norms = []

@@ -1,0 +1,80 @@
+"""Joins islands by outer steps: the entry point for programs other than the training script.
+
+    engine = shard(model, units, islands=nodes)  # every node trains a copy of the model by itself
+    outer = join_islands(engine, OuterOptions(period=16))
+    for batch in batches:
+        engine.backward(loss_of(model(batch)))
+        engine.step(learning_rate=1e-3)
+        outer.step()  # every 16 steps, a unit moves to where all islands together have come
+    with outer.outer_weights():
+        evaluate(model)
+    outer.close()
+    engine.close()
+    leave_world()
+
+examples/outer_steps.py is a whole program.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_zpp.comm.backend import Backend
+from megatron_zpp.comm.world_links import WorldLinks, has_world
+from megatron_zpp.monitor.observer import Observer
+from megatron_zpp.outer.options import OuterOptions
+from megatron_zpp.outer.steps import OuterSteps, check_policy
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.system.user_error import UserError
+from megatron_zpp.zero.alike import check_alike, digest_of, raising_alike
+from megatron_zpp.zero.engine import ZeroEngine
+
+
+def join_islands(
+    engine: ZeroEngine,
+    options: OuterOptions = OuterOptions(),
+    *,
+    backend: Backend | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+) -> OuterSteps:
+    """The outer steps of engines that shard(..., islands=N) made. Every rank of every island must call it, with the same arguments.
+
+    Main weights must be the same on every island: those of shard(), or those of a checkpoint that every island has loaded.
+    backend: collectives among the ranks that have the same place on each island, such as a part of comm/backend.py:VirtualWorld; by default
+        those of torch.distributed, whose world is cut into islands as shard() did.
+    timeout: of an exchange; a rank that waits for another longer than this fails. An island also waits while another is slower.
+    Raises UserError on every rank if arguments or main weights differ between islands, or if the engine's policy does not suit: stage 0 with
+    several ranks per island, an optimizer on the host, lean between the nodes of one island.
+    """
+    whole_island = engine.links.backend
+    with raising_alike(whole_island, engine.device):
+        check_policy(engine)
+        islands = _islands(engine, backend)
+    if backend is not None:
+        made = WorldLinks.over(backend, engine.device, Observer())
+    else:
+        ranks = engine.world_size
+        columns = [range(place, islands * ranks, ranks) for place in range(ranks)]
+        made = WorldLinks.connect(Grid.of_nodes(islands, 1), columns, engine.device, timeout, Observer())
+    try:
+        with raising_alike(whole_island, engine.device):
+            _check_alike(engine, options, made.links.backend)
+            return OuterSteps(engine, made.links, options, made.end)
+    except UserError:  # on every rank
+        made.end()
+        raise
+
+
+def _check_alike(engine: ZeroEngine, options: OuterOptions, column: Backend) -> None:
+    engine.finish_updates()
+    arguments = repr((options, engine.options.policy, engine.options.dtype, engine.options.block_numel)).encode()
+    check_alike(column, engine.device, arguments, "options of outer steps, or of engines,", remedy="")
+    check_alike(column, engine.device, digest_of(unit.main_weight for unit in engine.trained), "main weights", remedy="")
+
+
+def _islands(engine: ZeroEngine, backend: Backend | None) -> int:
+    if backend is not None:
+        return backend.grid.world_size
+    return dist.get_world_size() // engine.world_size if has_world() else 1

@@ -1,0 +1,61 @@
+"""The options of outer steps, and which units are due in which of them (no torch)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_zpp.comm.code import Code
+from megatron_zpp.system.user_error import UserError
+
+# Published rates grow with the period, up to about 0.7 (arXiv 2503.09799, table 5): 0.4 at 16 inner steps was best in experiments with this
+# program's codes.
+LARGEST_LEARNING_RATE, LEARNING_RATE_OF_A_STEP = 0.7, 1 / 40
+
+
+@dataclass(frozen=True)
+class OuterOptions:
+    """How islands agree on weights (DiLoCo, arXiv 2311.08105).
+
+    period: H, the inner steps from one exchange of a unit to its next.
+    learning_rate: of the outer step. Default: period / 40, at most 0.7. momentum: of Nesterov's form of the outer step.
+    gradient_code: in which outer gradients cross. What it loses is lost, so by default it has no bias (two rounds of rotation).
+    difference_code: in which changes of the outer weights cross. What it loses is a part of the next change.
+    is_staggered: whether units take turns, so that every inner step moves about 1/H of the model (arXiv 2501.18512). Otherwise all are due
+    in the same step.
+    Raises UserError for numbers out of range.
+    """
+
+    period: int = 16
+    learning_rate: float | None = None
+    momentum: float = 0.9
+    gradient_code: Code = Code.gaussian(3, rounds=2)
+    difference_code: Code = Code.gaussian(3, rounds=1)
+    is_staggered: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.period) is not int or self.period < 1:
+            raise UserError(f"the period of outer steps is {self.period!r}; choose a number of inner steps, 1 or more")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise UserError(f"the learning rate of outer steps is {self.learning_rate}; choose a positive number, or leave it out")
+        if not 0 <= self.momentum < 1:
+            raise UserError(f"the momentum of outer steps is {self.momentum}; choose 0 or more, and less than 1")
+
+    @property
+    def outer_rate(self) -> float:
+        """The learning rate, also where it is left to the period."""
+        return min(LARGEST_LEARNING_RATE, self.period * LEARNING_RATE_OF_A_STEP) if self.learning_rate is None else self.learning_rate
+
+    def is_due(self, numels: Sequence[int], iteration: int) -> list[bool]:
+        """For each unit, whether it is exchanged after this many inner steps. numels: elements of each unit, in the order of the units.
+
+        A unit is due every `period` steps. If units are staggered, a unit with the share s of all elements before it is due s x period
+        steps before the first unit, so its first exchange comes before the first period is over.
+        """
+        total, before, due = sum(numels), 0, []
+        for numel in numels:
+            offset = self.period * before // total if self.is_staggered else 0
+            due.append((iteration + offset) % self.period == 0)
+            before += numel
+        return due

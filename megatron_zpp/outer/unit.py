@@ -1,0 +1,149 @@
+"""The outer weights of one unit on one rank, and their exchange with the ranks that have the same slice on other islands.
+
+With N islands of G ranks, inner weights x and, for one unit and the slice of the rank in its island (1/G of the unit):
+
+    outer copy c       working dtype, the whole slice, the same bits on every island
+    outer weights w    fp32, 1/N of the slice; outer momentum b: as w
+
+    1  every rank    d = c - x, the outer gradient, in N parts
+    2  descend       its parts cross as `gradient_code` says; each rank has the mean of its own part over the islands
+    3  every rank    b = momentum b + mean;  w = w - rate (mean + momentum b), on its own part
+    4  climb         w - c crosses as `difference_code` says; every rank adds all N parts to c
+    5  every rank    x = c
+
+The column of N ranks is a ladder of N partitions of one rank, so both hops are those that gradients and kept copies of weights have
+(comm/links.py, zero/kept_copy.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.codecs import LinkCodecs
+from megatron_zpp.comm.lanes import Hop
+from megatron_zpp.comm.ledger import Traffic
+from megatron_zpp.comm.links import Links
+from megatron_zpp.outer.options import OuterOptions
+from megatron_zpp.parallel.division import Division
+from megatron_zpp.parallel.specs import ParamSpec
+from megatron_zpp.zero.kept_copy import KeptCopy
+from megatron_zpp.zero.layout import FlatLayout, Range
+from megatron_zpp.zero.unit import WeightUnit
+
+
+class OuterCodecs(NamedTuple):
+    """Those of outer gradients, and those of changes of outer weights."""
+
+    gradients: LinkCodecs
+    differences: LinkCodecs
+
+
+class OuterUnit:
+    """One unit. links: to the ranks of the column; every one of them makes the same calls.
+
+    inner: the unit in the engine of this island, whose main weights are x.
+    weight, momentum: [1 part] fp32, w and b. kept: holds c.
+    """
+
+    def __init__(self, inner: WeightUnit, layout: FlatLayout, links: Links, options: OuterOptions, dtype: torch.dtype) -> None:
+        """layout: `outer_layout` of the unit. dtype: of c."""
+        self.inner = inner
+        self.layout = layout
+        self._links = links
+        self._options = options
+        self._paddings = tuple(layout.paddings(links.own_slice, 1))
+        self.kept = KeptCopy(inner.name, layout, links, dtype, links.home(is_host=False))
+        for copy, x in self._pairs(self.kept.values):
+            copy.copy_(x)
+        self.kept.share()
+        self.weight, self.momentum = (torch.zeros(layout.slice_numel, device=links.device) for _ in range(2))
+        # Not x: what c has lost of it is in the first outer gradient.
+        Regions.of(self.weight, layout.slice_shape).copy_(self.kept.own)
+        self._mean = torch.empty(0)
+        self._hops: list[Hop] = []
+
+    def begin(self, codecs: OuterCodecs, iteration: int) -> None:
+        """Submits the hops of an exchange. x must not change until `finish`. iteration: random codes are drawn from it."""
+        layout, links, name = self.layout, self._links, self.inner.name
+        gradient = Regions.of(torch.zeros(links.partitions * layout.slice_numel, device=links.device), layout.slice_shape)
+        for (copy, x), (part, _) in zip(self._pairs(self.kept.values), self._pairs(gradient), strict=True):
+            torch.sub(copy, x, out=part)
+        place = ("outer", name, iteration)
+        of_gradients = codecs.gradients.with_noise_for(*place, links.data_rank).with_signs_for(links.topology, links.data_rank, *place)
+        self._mean = torch.empty(layout.slice_numel, device=links.device)
+        mean = Regions.of(self._mean, layout.slice_shape)
+        descent = links.descend_from_secondary(name, of_gradients.inter, gradient, mean, accumulate=False)
+        climb = self.kept.climb(Regions.of(self.weight, layout.slice_shape), codecs.differences, iteration)
+
+        def step_and_encode(payload: Tensor) -> None:
+            self._step(mean)
+            climb.encode_own(payload)
+
+        payloads = self.kept.payloads
+        if payloads is None:
+            raise RuntimeError(f"unit {name}: an outer copy has storage of its own")
+        self._hops = [descent, links.climb_to_secondary(replace(climb, encode_own=step_and_encode), payloads, after=descent)]
+
+    def _step(self, mean: Regions) -> None:
+        """Nesterov's step, with the bits of torch.optim.SGD."""
+        for padding in self._paddings:
+            mean.range(padding.start, padding.stop).zero_()  # codes write errors there
+        momentum = self._options.momentum
+        self.momentum.mul_(momentum).add_(self._mean)
+        self.weight.add_(self._mean.add(self.momentum, alpha=momentum), alpha=-self._options.outer_rate)
+
+    def finish(self) -> Traffic:
+        """Waits for the exchange and writes x. The caller marks it as changed. Returns what the hops have brought."""
+        for hop in self._hops:
+            self._links.lanes.wait(hop)
+        traffic = sum((hop.traffic for hop in self._hops), Traffic())
+        self._hops, self._mean = [], torch.empty(0)
+        self.write_copy()
+        return traffic
+
+    def write_copy(self) -> None:
+        """x = c."""
+        self.inner.finish_climbs()  # which read x
+        for copy, x in self._pairs(self.kept.values):
+            x.copy_(copy)
+
+    def live_tensors(self) -> list[Tensor]:
+        """The tensors that hold w, b and c."""
+        return [self.weight, self.momentum, *([self.kept.payloads] if self.kept.payloads is not None else [])]
+
+    def _pairs(self, parts: Regions) -> Iterator[tuple[Tensor, Tensor]]:
+        """The values of parts [N] and the elements of x that they stand for. What is beyond the end of one of them is padding."""
+        for rows, x in zip(parts.parts(), self.inner.main_regions().parts(), strict=True):
+            if rows.shape[1]:
+                for row, elements in zip(rows, x.view(-1).split(rows.shape[1]), strict=False):
+                    yield row[: elements.numel()], elements
+
+
+def outer_layout(inner: FlatLayout, own_slice: int, islands: int) -> FlatLayout | None:
+    """The layout of one slice of a unit over `islands` parts, with each element where the slice has it. None if the slice is all padding.
+
+    Its parameters are the runs of elements between paddings: a run begins where a block begins, as parameters do.
+    """
+    boundary, end = inner.slice_shape.blocks, inner.slice_numel
+    paddings = [*inner.paddings(own_slice, 1), Range(end, end)]
+    runs, start = [], 0
+    for padding in paddings:
+        runs += [(first, stop) for first, stop in _cut(start, padding.start, boundary) if first < stop]
+        start = padding.stop
+    params = [_run(first, stop, is_exact=first >= boundary) for first, stop in runs]
+    return FlatLayout(params, islands, inner.block_numel) if params else None
+
+
+def _cut(start: int, stop: int, boundary: int) -> list[tuple[int, int]]:
+    return [(start, min(stop, boundary)), (max(start, boundary), stop)]
+
+
+def _run(start: int, stop: int, *, is_exact: bool) -> ParamSpec:
+    shape = (stop - start,) if is_exact else (1, stop - start)
+    return ParamSpec(f"elements {start} to {stop - 1}", Division.undivided(shape), torch.zeros, weight_decay=False)

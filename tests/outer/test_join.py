@@ -1,0 +1,187 @@
+"""Islands that are joined: in real processes, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.islands import Member, join, parts_of, run_islands, small_module
+from harness.rank_pool import RankPool
+from harness.worlds import run_world
+from torch import Tensor, nn
+
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.ledger import Category
+from megatron_zpp.outer.join import join_islands
+from megatron_zpp.outer.options import OuterOptions
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.zero.engine_options import EngineOptions
+from megatron_zpp.zero.policy import LEAN, POLICIES
+from megatron_zpp.zero.shard import leave_world, shard
+
+IN_BF16 = EngineOptions(POLICIES[3], dtype=torch.bfloat16)
+PERIOD_OF_2 = OuterOptions(2)
+
+
+def trained(member: Member) -> tuple[list[float], Tensor, int]:
+    """Losses, outer weights, and the bytes that have come from other islands."""
+    losses = []
+    for step in range(5):
+        losses.append(member.train(step))
+        member.outer.step()
+    with member.outer.outer_weights():
+        weights = member.weights()
+    return losses, weights, member.engine.links.ledger.total(Category.OUTER).inter_bytes
+
+
+def trained_in_processes(islands: int) -> tuple[list[float], list[float], int, tuple[int, int, int, int]]:
+    dist.init_process_group("gloo")
+    module = small_module()
+    engine = shard(module, [name for name, _ in module.named_children()], IN_BF16, islands=islands)
+    outer = join_islands(engine, PERIOD_OF_2)
+    losses, weights, nbytes = trained(Member(engine, outer))
+    places = (outer.island, outer.islands, outer.data_rank, engine.world_size)
+    outer.close()
+    engine.close()
+    leave_world()
+    return losses, weights.tolist(), nbytes, places
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "islands"), [(2, 2, 2), (1, 4, 2), (2, 2, 4)], ids=["nodes", "half of a node", "ranks"]
+)
+def test_processes_have_the_bits_and_bytes_of_threads(nodes: int, ranks_per_node: int, islands: int, ranks: RankPool) -> None:
+    found = ranks.run(nodes, ranks_per_node, trained_in_processes, islands)
+    of_island = 4 // islands
+    for rank, (expected, of_process) in enumerate(zip(run_islands(islands, of_island, trained, IN_BF16, PERIOD_OF_2), found, strict=True)):
+        assert of_process == (expected[0], expected[1].tolist(), expected[2], (rank // of_island, islands, rank, of_island))
+
+
+@pytest.mark.gloo
+def test_an_island_of_two_nodes_has_links_between_them(ranks: RankPool) -> None:
+    assert ranks.run(4, 1, grid_of_an_island, 2) == [Grid(2, 1, 1)] * 4
+
+
+def grid_of_an_island(islands: int) -> Grid:
+    dist.init_process_group("gloo")
+    engine = shard(_one_linear(), ["0"], islands=islands)
+    grid = engine.links.grid
+    engine.close()
+    leave_world()
+    return grid
+
+
+def _one_linear() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 2))
+
+
+def refusal(islands: Any, **arguments: Any) -> str:
+    dist.init_process_group("gloo")
+    try:
+        shard(_one_linear(), ["0"], islands=islands, **arguments)
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "no error"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "islands", "finding"),
+    [
+        (1, 2, 3, "islands is 3, which does not divide the 2 ranks; choose 1 or 2"),
+        (1, 2, 0, "islands is 0, which does not divide the 2 ranks; choose 1 or 2"),
+        (1, 2, True, "islands is True, which does not divide the 2 ranks; choose 1 or 2"),
+        (2, 3, 3, "islands is 3, and the 2 ranks of each are neither whole nodes of 3 ranks nor an equal part of one; choose 1, 2 or 6"),
+    ],
+)
+def test_islands_that_ranks_or_nodes_do_not_divide_into_are_refused_with_those_that_would_do(
+    nodes: int, ranks_per_node: int, islands: int, finding: str, ranks: RankPool
+) -> None:
+    for said in ranks.run(nodes, ranks_per_node, refusal, islands):
+        assert finding in said
+
+
+def refused(islands: int, ranks: int, program: Any) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        run_world((islands, ranks), program)
+    return str(error.value)
+
+
+@pytest.mark.virtual
+def test_a_backend_is_that_of_one_island() -> None:
+    said = refused(2, 1, lambda backend: shard(small_module(), ["0"], islands=2, backend=backend))
+    assert said == "islands is 2, and a backend is that of one island; leave `islands` out"
+
+
+@pytest.mark.virtual
+def test_islands_that_have_other_weights_are_told_so_on_every_rank() -> None:
+    said = []
+
+    def program(backend: VirtualBackend) -> None:
+        module = small_module()
+        with torch.no_grad():
+            next(module.parameters()).add_(float(backend.rank // 2))
+        try:
+            join(module, *parts_of(backend, 2), EngineOptions(), OuterOptions())
+        except ValueError as error:
+            said.append(str(error))
+
+    run_world((2, 2), program)
+    assert len(said) == 4
+    assert all("the main weights of ranks [1] differ from those of rank 0" in text for text in said)
+
+
+@pytest.mark.virtual
+def test_islands_with_other_options_are_told_so_on_every_rank() -> None:
+    said = []
+
+    def program(backend: VirtualBackend) -> None:
+        try:
+            join(small_module(), *parts_of(backend, 2), EngineOptions(), OuterOptions(period=4 + backend.rank // 2))
+        except ValueError as error:
+            said.append(str(error))
+
+    run_world((2, 2), program)
+    assert len(said) == 4
+    assert all("options of outer steps" in text for text in said)
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize(
+    ("options", "finding"),
+    [
+        (EngineOptions(POLICIES[0]), "in stage 0 each of the 2 ranks of an island updates all weights; choose ZeRO stage 1, 2 or 3"),
+        (
+            EngineOptions(replace(POLICIES[3], optimizer=POLICIES[3].optimizer.HOST)),
+            "the policy keeps them on the host; choose one without offload",
+        ),
+        (replace(EngineOptions(), block_numel=32), "choose a multiple of 256"),
+    ],
+    ids=["stage 0", "offload", "small blocks"],
+)
+def test_engines_that_do_not_suit_are_refused(options: EngineOptions, finding: str) -> None:
+    with pytest.raises(ValueError, match=finding):
+        run_islands(2, 2, lambda member: None, options)
+
+
+@pytest.mark.virtual
+def test_lean_between_the_nodes_of_an_island_is_refused() -> None:
+    def program(backend: VirtualBackend) -> None:
+        island, place = divmod(backend.rank, 2)
+        of_island = backend.part(Grid.of_nodes(2, 1), range(2 * island, 2 * island + 2))
+        column = backend.part(Grid.of_nodes(2, 1), range(place, 4, 2))
+        join(small_module(), of_island, column, EngineOptions(LEAN), OuterOptions())
+
+    assert "between the nodes of an island; choose another policy, or islands of one node" in refused(4, 1, program)
+
+
+@pytest.mark.virtual
+def test_lean_inside_of_a_node_needs_no_copies_and_is_joined() -> None:
+    run_islands(2, 2, lambda member: member.outer.step(all_units=True), EngineOptions(LEAN, dtype=torch.bfloat16))

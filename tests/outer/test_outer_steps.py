@@ -1,0 +1,386 @@
+"""What outer steps do with the weights of islands."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from harness.islands import RATE, UNITS, Member, loss_of, run_islands, samples, small_module, weights_of
+from harness.small_engine import random_pauses
+from torch import Tensor, nn
+
+from megatron_zpp.comm.code import EXACT, Code, SliceShape
+from megatron_zpp.comm.ledger import Category, Traffic
+from megatron_zpp.outer.options import OuterOptions
+from megatron_zpp.outer.unit import OuterUnit
+from megatron_zpp.zero.adam import AdamOptions
+from megatron_zpp.zero.engine_options import EngineOptions
+from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_quantized_gradients
+
+pytestmark = pytest.mark.virtual
+
+FP32, BF16 = EngineOptions(POLICIES[3]), EngineOptions(POLICIES[3], dtype=torch.bfloat16)
+EXACTLY = OuterOptions(4, gradient_code=EXACT, difference_code=EXACT)
+PLAIN_AVERAGE = replace(EXACTLY, learning_rate=1.0, momentum=0.0)
+IN_3_BITS = OuterOptions(4)
+
+
+def trained(member: Member, steps: int, *, stream: int | None = None) -> tuple[list[float], Tensor]:
+    """Losses, and the inner weights of the island."""
+    losses = []
+    for step in range(steps):
+        losses.append(member.train(step, stream=stream))
+        member.outer.step()
+    return losses, member.weights()
+
+
+def outer_weights(member: Member) -> Tensor:
+    with member.outer.outer_weights():
+        return member.weights()
+
+
+def units_of(member: Member) -> list[OuterUnit]:
+    return [unit for unit in member.outer.units if unit is not None]
+
+
+# ---- the algorithm
+
+
+def weights_around_one() -> nn.Sequential:
+    """No step of a test takes any of its weights to less than half or more than twice what it was."""
+    module = small_module()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(2)
+        for parameter in module.parameters():
+            parameter.copy_(torch.where(torch.rand_like(parameter) < 0.5, -1.0, 1.0) + 0.3 * (torch.rand_like(parameter) - 0.5))
+    return module
+
+
+@pytest.mark.parametrize("is_staggered", [True, False])
+@pytest.mark.parametrize("islands", [2, 4])
+def test_islands_that_have_equal_samples_and_take_plain_averages_have_the_bits_of_one_alone(islands: int, is_staggered: bool) -> None:
+    """The outer gradient of a weight that has not halved or doubled is exact."""
+    options, module = replace(PLAIN_AVERAGE, is_staggered=is_staggered), weights_around_one()
+
+    def alone(member: Member) -> tuple[list[float], Tensor]:
+        return [member.train(step, stream=member.engine.rank) for step in range(9)], member.weights()
+
+    expected = run_islands(1, 2, alone, options=options, module=module)
+    found = run_islands(islands, 2, lambda member: trained(member, 9, stream=member.engine.rank), options=options, module=module)
+    for rank, (losses, weights) in enumerate(found):
+        expected_losses, expected_weights = expected[rank % 2]
+        assert losses == expected_losses
+        assert torch.equal(weights, expected_weights)
+
+
+def test_an_average_after_each_step_is_plain_training_where_the_inner_step_is_linear() -> None:
+    """AdamW without momentum and with a large eps is gradient descent; its means over islands are those over all samples."""
+    eps = 1e6
+    adam = AdamOptions(beta1=0.0, beta2=0.0, eps=eps, weight_decay=0.0)
+
+    def program(member: Member) -> Tensor:
+        for step in range(6):
+            member.engine.backward(loss_of(member.engine.module, samples(step, member.outer.data_rank)))
+            member.engine.step(0.1 * eps)
+            member.outer.step()
+        return member.weights()
+
+    module = small_module()
+    found = run_islands(2, 2, program, replace(FP32, adam=adam, clip_grad=0.0), replace(PLAIN_AVERAGE, period=1), module=module)
+    reference = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        torch.stack([loss_of(reference, samples(step, stream)) for stream in range(4)]).mean().backward()
+        optimizer.step()
+    expected = weights_of(reference)
+    moved = (expected - weights_of(module)).norm()
+    assert moved > 0.5
+    for weights in found:
+        assert (weights - expected).norm() < 1e-5 * moved
+
+
+def test_the_outer_step_has_the_bits_of_sgd_with_nesterov_momentum_on_the_mean_of_what_islands_have_moved() -> None:
+    options = replace(EXACTLY, period=2, is_staggered=False, learning_rate=0.7)
+
+    def program(member: Member) -> tuple[list[Tensor], list[Tensor]]:
+        before, after = [], []
+        for step in range(6):
+            member.train(step)
+            before.append(member.weights())
+            member.outer.step()
+            after.append(member.weights())
+        return before[1::2], after[1::2]
+
+    first, _, second, _ = run_islands(2, 2, program, options=options)
+    weight = nn.Parameter(weights_of(small_module()))
+    sgd = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
+    for own, others, outer in zip(first[0], second[0], first[1], strict=True):
+        assert not torch.equal(own, others)
+        weight.grad = ((weight.detach() - own) + (weight.detach() - others)) / 2
+        sgd.step()
+        assert torch.equal(outer, weight.detach())
+
+
+def test_one_island_alone_takes_outer_steps_too() -> None:
+    """They change its training, so they are not left out."""
+    options = replace(EXACTLY, is_staggered=False, learning_rate=0.5, momentum=0.0)
+
+    def program(member: Member) -> tuple[Tensor, Tensor]:
+        for step in range(4):
+            member.train(step)
+        inner = member.weights()
+        member.outer.step()
+        return inner, member.weights()
+
+    inner, outer = run_islands(1, 2, program, options=options)[0]
+    torch.testing.assert_close(outer, (weights_of(small_module()) + inner) / 2, rtol=0, atol=1e-6)
+
+
+def test_at_the_end_every_unit_can_be_exchanged() -> None:
+    def program(member: Member) -> tuple[list[Tensor], Tensor]:
+        trained(member, 5)
+        member.outer.step(all_units=True)
+        return [unit.weight - flat(unit.kept.own) for unit in units_of(member)], member.weights()
+
+    found = run_islands(2, 2, program, options=EXACTLY)
+    assert all(torch.equal(weights, found[0][1]) for _, weights in found)
+    assert not any(difference.any() for differences, _ in found for difference in differences)
+
+
+# ---- what is equal, and where
+
+
+def flat(regions: object) -> Tensor:
+    return torch.cat([part.flatten() for part in regions.parts()])  # type: ignore[attr-defined]
+
+
+class Exchanged(NamedTuple):
+    """Of a unit after an exchange: its copy, whether x = c, the error of the own part of the copy, and what was to be added to it."""
+
+    copy: Tensor
+    is_copy: bool
+    error: Tensor
+    change: Tensor
+
+
+def watched(member: Member, steps: int) -> list[Exchanged]:
+    found = []
+    for step in range(steps):
+        member.train(step)
+        numels = [unit.layout.numel for unit in member.engine.trained]
+        due = member.outer.options.is_due(numels, member.engine.iteration)
+        before = [None if unit is None else flat(unit.kept.own).float() for unit in member.outer.units]
+        member.outer.step()
+        for unit, is_due, own in zip(member.outer.units, due, before, strict=True):
+            if is_due and unit is not None and own is not None:
+                pairs = list(unit._pairs(unit.kept.values))
+                is_copy = all(torch.equal(x, copy.float()) for copy, x in pairs)
+                found.append(Exchanged(flat(unit.kept.values), is_copy, unit.weight - flat(unit.kept.own), unit.weight - own))
+    return found
+
+
+@pytest.mark.parametrize(("islands", "ranks"), [(2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_after_an_exchange_all_islands_have_the_same_weights_to_the_bit_within_one_error_of_the_code(
+    islands: int, ranks: int, dtype: torch.dtype
+) -> None:
+    """Codes of 3 bits have an error of 0.19 of a Gaussian's root mean square; blocks of these small units are no Gaussians."""
+    options = EngineOptions(POLICIES[3], dtype=dtype)
+    found = run_islands(islands, ranks, lambda member: watched(member, 9), options, IN_3_BITS, pause=random_pauses(3))
+    assert len(found[0]) >= 2 * len(UNITS)
+    for rank, exchanges in enumerate(found):
+        for exchanged, of_first in zip(exchanges, found[rank % ranks], strict=True):
+            assert exchanged.is_copy
+            assert torch.equal(exchanged.copy, of_first.copy)
+            rounding = 2**-8 * 1.1 if dtype is torch.bfloat16 else 0.0  # of a gain of 1
+            assert exchanged.error.norm() <= 0.3 * exchanged.change.norm() + rounding * exchanged.error.numel() ** 0.5
+    assert any(exchanged.error.any() for exchanged in found[0])
+
+
+@pytest.mark.parametrize("options", [EXACTLY, IN_3_BITS], ids=["exact", "3 bits"])
+def test_every_stage_has_the_same_bits(options: OuterOptions) -> None:
+    def weights(policy: Policy, ranks: int) -> list[Tensor]:
+        return run_islands(2, ranks, lambda member: trained(member, 6)[1], EngineOptions(policy), options)
+
+    expected = weights(POLICIES[3], 2)
+    for stage in (1, 2):
+        assert all(map(torch.equal, weights(POLICIES[stage], 2), expected))
+    alone = weights(POLICIES[3], 1)
+    for stage in range(3):
+        assert all(map(torch.equal, weights(POLICIES[stage], 1), alone))
+
+
+@pytest.mark.parametrize("policy", [ZEROPP, with_quantized_gradients(POLICIES[3])], ids=["ZeRO++", "qgZ"])
+def test_islands_agree_whatever_codes_they_use_inside(policy: Policy) -> None:
+    def program(member: Member) -> Tensor:
+        trained(member, 6)
+        return outer_weights(member)
+
+    found = run_islands(2, 2, program, EngineOptions(policy, dtype=torch.bfloat16), IN_3_BITS)
+    assert all(torch.equal(weights, found[0]) for weights in found)
+
+
+def test_what_one_island_has_learned_reaches_the_other_in_3_bits_almost_as_exactly() -> None:
+    """The weights of both codes differ by a small part of what training has changed."""
+
+    def program(member: Member) -> Tensor:
+        trained(member, 16)
+        member.outer.step(all_units=True)
+        return member.weights()
+
+    first = weights_of(small_module())
+    exact, coded = (run_islands(2, 1, program, FP32, options)[0] for options in (EXACTLY, IN_3_BITS))
+    assert (coded - exact).norm() < 0.35 * (exact - first).norm()
+
+
+# ---- a step that is skipped, an evaluation
+
+
+def test_an_island_skips_a_step_for_itself_and_exchanges_what_is_due_all_the_same() -> None:
+    def program(member: Member) -> tuple[int, list[float], Tensor]:
+        losses = []
+        for step in range(8):
+            losses.append(member.train(step, spoils=step == 3 and member.outer.island == 1))
+            member.outer.step()
+        return member.engine.iteration, losses, outer_weights(member)
+
+    found = run_islands(2, 2, program, options=IN_3_BITS)
+    assert {iteration for iteration, _, _ in found} == {8}
+    assert all(torch.equal(weights, found[0][2]) for _, _, weights in found)
+    assert all(weights.isfinite().all() for _, _, weights in found)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_evaluation_reads_the_same_weights_everywhere_moves_no_byte_between_islands_and_changes_no_bit(stage: int) -> None:
+    def program(member: Member, *, evaluates: bool) -> tuple[list[float], Tensor, list[float], Traffic]:
+        seen, losses = [], []
+        ledger = member.engine.links.ledger
+        for step in range(8):
+            if evaluates:
+                before = ledger.total(Category.OUTER)
+                with member.outer.outer_weights(), torch.no_grad():
+                    seen.append(loss_of(member.engine.module, samples(99, 0).bfloat16()).item())
+                assert ledger.total(Category.OUTER) == before
+            losses.append(member.train(step))
+            member.outer.step()
+        return losses, member.weights(), seen, ledger.total(Category.OUTER)
+
+    engine_options = EngineOptions(POLICIES[stage], dtype=torch.bfloat16)
+    with_evaluations = run_islands(2, 2, partial(program, evaluates=True), engine_options, IN_3_BITS)
+    without = run_islands(2, 2, partial(program, evaluates=False), engine_options, IN_3_BITS)
+    for (losses, weights, seen, traffic), (expected_losses, expected, _, expected_traffic) in zip(with_evaluations, without, strict=True):
+        assert losses == expected_losses
+        assert torch.equal(weights, expected)
+        assert traffic == expected_traffic
+        assert seen == with_evaluations[0][2]
+        assert len(set(seen)) > 4
+
+
+def test_after_an_evaluation_before_the_first_step_gradients_are_zeros_still() -> None:
+    def program(member: Member) -> float:
+        with member.outer.outer_weights():
+            pass
+        return member.engine.step(RATE).grad_norm
+
+    assert run_islands(2, 2, program) == [0.0] * 4
+
+
+def test_weights_are_neither_exchanged_nor_evaluated_between_a_backward_and_its_step() -> None:
+    def program(member: Member) -> None:
+        member.engine.backward(loss_of(member.engine.module, samples(0, 0)))
+        with pytest.raises(RuntimeError, match=r"no update has used; call engine.step\(\) first"):
+            member.outer.step()
+        with pytest.raises(RuntimeError, match="no update has used"), member.outer.outer_weights():
+            pass
+        member.engine.step(RATE)
+        member.outer.step()
+
+    run_islands(2, 1, program)
+
+
+# ---- bytes and memory
+
+
+def payload_bytes(code: Code, shape: SliceShape, element_bytes: int) -> int:
+    """Per 256 values a scale of 2 bytes and the codes; then the exact values."""
+    blocks = shape.blocks * element_bytes if code.bits is None else next_16(shape.blocks // 256 * 2) + shape.blocks * code.bits // 8
+    return next_16(blocks) + next_16(shape.exact * element_bytes)
+
+
+def next_16(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+@pytest.mark.parametrize(("islands", "ranks"), [(2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    "options", [EXACTLY, IN_3_BITS, replace(IN_3_BITS, difference_code=Code.gaussian(1, rounds=1))], ids=["16", "3/3", "3/1"]
+)
+def test_each_step_moves_the_payloads_of_its_due_units_between_islands_and_nothing_else(
+    options: OuterOptions, islands: int, ranks: int
+) -> None:
+    def program(member: Member) -> tuple[list[int], list[int], Traffic]:
+        ledger, moved, expected = member.engine.links.ledger, [], []
+        numels = [unit.layout.numel for unit in member.engine.trained]
+        for step in range(8):
+            member.train(step)
+            before = ledger.total(Category.OUTER)
+            member.outer.step()
+            moved.append((ledger.total(Category.OUTER) - before).inter_bytes)
+            due = options.is_due(numels, step + 1)
+            shapes = [unit.layout.slice_shape for unit, is_due in zip(member.outer.units, due, strict=True) if is_due and unit is not None]
+            codes = (options.gradient_code, options.difference_code)
+            expected.append((islands - 1) * sum(payload_bytes(code, shape, 2) for shape in shapes for code in codes))
+        return moved, expected, ledger.total(Category.WEIGHTS, Category.GRADIENTS, Category.CONTROL)
+
+    def alone(member: Member) -> Traffic:
+        for step in range(8):
+            member.train(step, stream=0)
+        return member.engine.links.ledger.total(Category.GRADIENTS, Category.CONTROL)
+
+    for moved, expected, of_island in run_islands(islands, ranks, program, BF16, options):
+        assert moved == expected
+        assert sum(moved) == 2 * sum(moved[:4])
+        assert of_island.inter_bytes == 0
+
+
+@pytest.mark.parametrize("islands", [1, 2, 4])
+def test_each_rank_holds_the_copy_of_its_slice_and_a_part_of_outer_weights_and_momentum(islands: int) -> None:
+    def program(member: Member) -> tuple[int, int]:
+        numel = sum(unit.layout.slice_numel for unit in units_of(member))
+        copies = sum(islands * payload_bytes(EXACT, unit.layout.slice_shape, 2) for unit in units_of(member))
+        return member.outer.state_bytes(), 2 * 4 * numel + copies
+
+    for found, expected in run_islands(islands, 2, program, BF16):
+        assert found == expected
+
+
+def test_an_exchange_holds_two_units_beside_what_stays() -> None:
+    def program(member: Member) -> int:
+        most, begun = 0, set()
+        begin, finish = OuterUnit.begin, OuterUnit.finish
+        for unit in units_of(member):
+
+            def begins(*arguments: object, unit: OuterUnit = unit) -> None:
+                nonlocal most
+                begun.add(unit)
+                most = max(most, len(begun))
+                begin(unit, *arguments)  # type: ignore[arg-type]
+
+            def finishes(unit: OuterUnit = unit) -> Traffic:
+                begun.discard(unit)
+                return finish(unit)
+
+            unit.begin, unit.finish = begins, finishes  # type: ignore[method-assign, assignment]
+        member.outer.step(all_units=True)
+        return most
+
+    assert run_islands(2, 1, program) == [2, 2]
+
+
+def test_codes_that_are_exact_suit_blocks_of_any_size() -> None:
+    run_islands(2, 1, lambda member: member.outer.step(all_units=True), replace(FP32, block_numel=32), EXACTLY)
