@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # `as` says that a name is exported
     from megatron_zpp.comm.code import LinkCodes as LinkCodes
     from megatron_zpp.comm.ledger import Category as Category
     from megatron_zpp.monitor.observer import Observer as Observer
+    from megatron_zpp.outer.join import join_islands as join_islands
+    from megatron_zpp.outer.options import OuterOptions as OuterOptions
+    from megatron_zpp.outer.steps import OuterSteps as OuterSteps
     from megatron_zpp.parallel.grid import Grid as Grid
     from megatron_zpp.parallel.specs import Use as Use
     from megatron_zpp.system.user_error import UserError as UserError
@@ -56,6 +59,9 @@ _FILES = {
     "LinkCodes": "comm.code",
     "Category": "comm.ledger",
     "Observer": "monitor.observer",
+    "join_islands": "outer.join",
+    "OuterOptions": "outer.options",
+    "OuterSteps": "outer.steps",
     "Grid": "parallel.grid",
     "Use": "parallel.specs",
     "UserError": "system.user_error",

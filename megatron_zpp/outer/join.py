@@ -45,8 +45,8 @@ def join_islands(
     backend: collectives among the ranks that have the same place on each island, such as a part of comm/backend.py:VirtualWorld; by default
         those of torch.distributed, whose world is cut into islands as shard() did.
     timeout: of an exchange; a rank that waits for another longer than this fails. An island also waits while another is slower.
-    Raises UserError on every rank if arguments or main weights differ between islands, or if the engine's policy does not suit: stage 0 with
-    several ranks per island, an optimizer on the host, lean between the nodes of one island.
+    Raises UserError on every rank if arguments or main weights differ between islands, or if the policy of the engine does not suit: stage
+    0 with several ranks per island, an optimizer on the host, lean between the nodes of one island.
     """
     whole_island = engine.links.backend
     with raising_alike(whole_island, engine.device):

@@ -20,6 +20,8 @@ class OuterOptions:
 
     period: H, the inner steps from one exchange of a unit to its next.
     learning_rate: of the outer step. Default: period / 40, at most 0.7. momentum: of Nesterov's form of the outer step.
+    start_iteration: the number of inner steps after each of which all units take the plain mean over the islands. Momentum that has seen a
+    warm-up alone throws the model away, so this is the end of the learning rate's warm-up.
     gradient_code: in which outer gradients cross. What it loses is lost, so by default it has no bias (two rounds of rotation).
     difference_code: in which changes of the outer weights cross. What it loses is a part of the next change.
     is_staggered: whether units take turns, so that every inner step moves about 1/H of the model (arXiv 2501.18512). Otherwise all are due
@@ -30,6 +32,7 @@ class OuterOptions:
     period: int = 16
     learning_rate: float | None = None
     momentum: float = 0.9
+    start_iteration: int = 0
     gradient_code: Code = Code.gaussian(3, rounds=2)
     difference_code: Code = Code.gaussian(3, rounds=1)
     is_staggered: bool = True
@@ -41,18 +44,26 @@ class OuterOptions:
             raise UserError(f"the learning rate of outer steps is {self.learning_rate}; choose a positive number, or leave it out")
         if not 0 <= self.momentum < 1:
             raise UserError(f"the momentum of outer steps is {self.momentum}; choose 0 or more, and less than 1")
+        if type(self.start_iteration) is not int or self.start_iteration < 0:
+            raise UserError(f"the start_iteration of outer steps is {self.start_iteration!r}; choose a number of inner steps, 0 or more")
 
     @property
     def outer_rate(self) -> float:
         """The learning rate, also where it is left to the period."""
         return min(LARGEST_LEARNING_RATE, self.period * LEARNING_RATE_OF_A_STEP) if self.learning_rate is None else self.learning_rate
 
+    def takes_means(self, iteration: int) -> bool:
+        """Whether the exchange after this many inner steps takes the plain mean over the islands."""
+        return iteration <= self.start_iteration
+
     def is_due(self, numels: Sequence[int], iteration: int) -> list[bool]:
         """For each unit, whether it is exchanged after this many inner steps. numels: elements of each unit, in the order of the units.
 
         A unit is due every `period` steps. If units are staggered, a unit with the share s of all elements before it is due s x period
-        steps before the first unit, so its first exchange comes before the first period is over.
+        steps before the first unit, so its first exchange comes before the first period is over. While means are taken, all are due.
         """
+        if self.takes_means(iteration):
+            return [True] * len(numels)
         total, before, due = sum(numels), 0, []
         for numel in numels:
             offset = self.period * before // total if self.is_staggered else 0

@@ -82,7 +82,7 @@ class OuterUnit:
         climb = self.kept.climb(Regions.of(self.weight, layout.slice_shape), codecs.differences, iteration)
 
         def step_and_encode(payload: Tensor) -> None:
-            self._step(mean)
+            self._step(mean, takes_mean=self._options.takes_means(iteration))
             climb.encode_own(payload)
 
         payloads = self.kept.payloads
@@ -90,10 +90,13 @@ class OuterUnit:
             raise RuntimeError(f"unit {name}: an outer copy has storage of its own")
         self._hops = [descent, links.climb_to_secondary(replace(climb, encode_own=step_and_encode), payloads, after=descent)]
 
-    def _step(self, mean: Regions) -> None:
-        """Nesterov's step, with the bits of torch.optim.SGD."""
+    def _step(self, mean: Regions, *, takes_mean: bool) -> None:
+        """The outer step, with the bits of torch.optim.SGD. takes_mean: without momentum, at a rate of 1."""
         for padding in self._paddings:
             mean.range(padding.start, padding.stop).zero_()  # codes write errors there
+        if takes_mean:
+            self.weight.sub_(self._mean)
+            return
         momentum = self._options.momentum
         self.momentum.mul_(momentum).add_(self._mean)
         self.weight.add_(self._mean.add(self.momentum, alpha=momentum), alpha=-self._options.outer_rate)

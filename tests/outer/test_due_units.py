@@ -42,6 +42,12 @@ def test_equal_units_take_turns_at_equal_distances() -> None:
     assert turns == [[4, 8], [2, 6]]
 
 
+def test_until_outer_steps_begin_all_units_are_due_after_every_step() -> None:
+    options = OuterOptions(4, start_iteration=3)
+    assert [options.is_due([7, 7], step) for step in range(1, 7)] == [[True] * 2] * 3 + [[True, False], [False, False], [False, True]]
+    assert [options.takes_means(step) for step in range(1, 6)] == [True, True, True, False, False]
+
+
 @pytest.mark.parametrize(("period", "rate"), [(8, 0.2), (16, 0.4), (28, 0.7), (100, 0.7)])
 def test_the_learning_rate_grows_with_the_period_unless_it_is_given(period: int, rate: float) -> None:
     assert OuterOptions(period).outer_rate == pytest.approx(rate)
@@ -58,6 +64,8 @@ def test_the_learning_rate_grows_with_the_period_unless_it_is_given(period: int,
         ({"learning_rate": float("nan")}, "learning rate of outer steps is nan"),
         ({"learning_rate": float("inf")}, "learning rate of outer steps is inf"),
         ({"momentum": 1.0}, "momentum of outer steps is 1.0; choose 0 or more, and less than 1"),
+        ({"start_iteration": -1}, "start_iteration of outer steps is -1; choose a number of inner steps, 0 or more"),
+        ({"start_iteration": 1.5}, "start_iteration of outer steps is 1.5"),
         ({"momentum": float("nan")}, "momentum of outer steps is nan"),
     ],
 )

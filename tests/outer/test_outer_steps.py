@@ -126,6 +126,30 @@ def test_the_outer_step_has_the_bits_of_sgd_with_nesterov_momentum_on_the_mean_o
         assert torch.equal(outer, weight.detach())
 
 
+def test_until_outer_steps_begin_islands_take_plain_means_and_gather_no_momentum() -> None:
+    options = replace(EXACTLY, start_iteration=3)
+
+    def program(member: Member) -> tuple[list[Tensor], list[Tensor], bool]:
+        before, after = [], []
+        for step in range(3):
+            member.train(step)
+            before.append(member.weights())
+            member.outer.step()
+            after.append(member.weights())
+        has_momentum = any(unit.momentum.any() for unit in units_of(member))
+        for step in range(3, 5):
+            member.train(step)
+            member.outer.step()
+        assert any(unit.momentum.any() for unit in units_of(member))
+        return before, after, has_momentum
+
+    first, second = run_islands(2, 1, program, options=options)
+    for own, others, mean in zip(first[0], second[0], first[1], strict=True):
+        assert not torch.equal(own, others)
+        torch.testing.assert_close(mean, (own + others) / 2, rtol=0, atol=2**-23)
+    assert not first[2]
+
+
 def test_one_island_alone_takes_outer_steps_too() -> None:
     """They change its training, so they are not left out."""
     options = replace(EXACTLY, is_staggered=False, learning_rate=0.5, momentum=0.0)
