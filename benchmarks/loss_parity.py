@@ -3,6 +3,7 @@
     python -m benchmarks.loss_parity
     python -m benchmarks.loss_parity --groups first --seeds 9 10 11 12
     python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8
+    python -m benchmarks.loss_parity --model islands --groups islands --train-iters 600
     python -m benchmarks.loss_parity --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one
@@ -35,7 +36,11 @@ from megatron_zpp.ops import extension
 
 MISTAKE_EXIT_CODE = 2
 MOST_MEGABYTES = 1000  # more than the standard library has
-OUTPUTS = {"narrow": "benchmarks/results/loss_parity.json", "wide": "benchmarks/results/loss_parity_wide.json"}
+OUTPUTS = {
+    "narrow": "benchmarks/results/loss_parity.json",
+    "wide": "benchmarks/results/loss_parity_wide.json",
+    "islands": "benchmarks/results/loss_islands.json",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -92,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     groups = "; ".join(f"{name}: {', '.join(setting.name for setting in group)}" for name, group in GROUPS.items())
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP", help=groups.replace("%", "%%"))
-    parser.add_argument("--model", choices=MODELS, default="narrow", help="narrow: 0.25 million parameters; wide: 1.6 million")
+    parser.add_argument("--model", choices=MODELS, default="narrow", help="narrow and islands: 0.25 million parameters; wide: 1.6 million")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6, 7, 8], metavar="SEED")
     parser.add_argument("--train-iters", type=int, default=300)
     parser.add_argument("--work-dir", default="runs/loss_parity", help="for the text")

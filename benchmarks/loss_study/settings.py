@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron_zpp.comm.code import Code, LinkCodes, Rotation
+from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation
 from megatron_zpp.comm.codec import Codec, SignKeys
 from megatron_zpp.comm.codecs import CodecFactory, make_codec
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
+from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.zero.policy import Policy, with_quantized_gradients, with_weight_differences
 
 PAPER = "--zeropp paper"
@@ -66,6 +67,7 @@ def with_exact_weights(policy: Policy) -> Policy:
 class Setting:
     """name: in tables. flags: of the training script. change: makes the measured row from that of the flags.
 
+    outer: of islands, one on each node, which take plain means until the end of the warm-up; None if all ranks train as one.
     rate_factor: times the usual learning rates; a gap is to the plain setting with as large a factor. perturbation: relative, of the
     learning rates, so small that nothing but the rounding of weights changes.
     """
@@ -74,12 +76,13 @@ class Setting:
     flags: str = ""
     change: Callable[[Policy], Policy] = unchanged
     make_codec: CodecFactory = field(default=make_codec)
+    outer: OuterOptions | None = None
     rate_factor: float = 1.0
     perturbation: float = 0.0
 
     @property
     def is_plain(self) -> bool:
-        return not self.flags and not self.perturbation
+        return not self.flags and not self.perturbation and self.outer is None
 
 
 PLAIN = Setting("ZeRO-3")
@@ -99,9 +102,15 @@ SECOND = (
     Setting("lean, gradients in 16 bits", LEAN, with_exact_gradients),
     Setting("lean, weights in 16 bits", LEAN, with_exact_weights),
 )
-HALF_RATE = tuple(replace(setting, name=f"{setting.name}, half the rate", rate_factor=0.5) for setting in FIRST)
-SETTINGS = {setting.name: setting for setting in (*FIRST, *SECOND, *HALF_RATE)}
-GROUPS = {"rows": ROWS, "first": FIRST, "second": SECOND, "half-rate": HALF_RATE}
+EVERY_16 = OuterOptions(16)
+ISLANDS = (
+    PLAIN,
+    Setting("islands, every 16 steps, 16 bits", outer=replace(EVERY_16, gradient_code=EXACT, difference_code=EXACT)),
+    Setting("islands, every 16 steps", outer=EVERY_16),
+)
+HALF_RATE = tuple(replace(setting, name=f"{setting.name}, half the rate", rate_factor=0.5) for setting in (*FIRST, *ISLANDS[1:]))
+SETTINGS = {setting.name: setting for setting in (*FIRST, *SECOND, *ISLANDS, *HALF_RATE)}
+GROUPS = {"rows": ROWS, "first": FIRST, "second": SECOND, "islands": ISLANDS, "half-rate": HALF_RATE}
 
 
 def plain_of(setting: Setting) -> Setting:

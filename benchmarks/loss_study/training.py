@@ -6,7 +6,8 @@ import shlex
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.gpt import GPT, materialize
+from megatron_zpp.outer.options import OuterOptions
+from megatron_zpp.outer.steps import OuterSteps
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import choose_policy, grid_of
@@ -30,6 +34,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
 
 NODES, RANKS_PER_NODE = 2, 2
+CPU = torch.device("cpu")
 SEQ_LENGTH = 128
 # Rotary positions and initial weights that suit this width: otherwise most of a short run passes before context is of use, and when it
 # becomes so is chance.
@@ -39,13 +44,16 @@ MODEL = (
     "--init-method-std {std} --attention-dropout 0 --hidden-dropout 0"
 )
 OPTIMIZER = "--lr {rate} --min-lr {least} --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0"
+NARROW = MODEL.format(width=96, std="0.1")
 # By name, the flags of the model and those of the optimizer. In the wide one a block of 256 values lies in one row of a matrix, as in large
-# models; in the narrow one it spans three rows.
+# models; in the narrow one it spans three rows. That of islands has more samples in a step, because each node trains on its own half.
 MODELS = {
-    "narrow": (MODEL.format(width=96, std="0.1"), OPTIMIZER.format(rate="4e-3", least="4e-4")),
+    "narrow": (NARROW, OPTIMIZER.format(rate="4e-3", least="4e-4")),
+    "islands": (NARROW, OPTIMIZER.format(rate="4e-3", least="4e-4")),
     "wide": (MODEL.format(width=256, std="0.0625"), OPTIMIZER.format(rate="0.0015", least="0.00015")),
 }
-BATCH = "--micro-batch-size 2 --global-batch-size 8"
+SAMPLES = {"narrow": 8, "wide": 8, "islands": 32}  # of a step, over all ranks
+BATCH = "--micro-batch-size {own} --global-batch-size {whole}"
 DATA = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --num-workers 0"
 SHARDING = f"--zero-stage 3 --ranks-per-node {RANKS_PER_NODE}"
 HELD_OUT_SAMPLES = 512
@@ -57,7 +65,8 @@ def common_flags(train_iters: int, model: str) -> str:
     """The flags that all settings share. model: a name of MODELS."""
     shape, optimizer = MODELS[model]
     length = f"--train-iters {train_iters} --lr-decay-iters {train_iters} --lr-warmup-iters {train_iters // 10} --eval-iters 0"
-    return " ".join([shape, BATCH, optimizer, DATA, SHARDING, length, "--bf16"])
+    batch = BATCH.format(own=SAMPLES[model] // (NODES * RANKS_PER_NODE), whole=SAMPLES[model])
+    return " ".join([shape, batch, optimizer, DATA, SHARDING, length, "--bf16"])
 
 
 @dataclass(frozen=True)
@@ -114,10 +123,11 @@ class _Rank:
         self._rate_factor = setting.rate_factor * (1.0 + setting.perturbation)
         self._samples = config.training.global_batch_size
         self._rank, self._ranks = backend.rank, backend.grid.world_size
+        own = backend if setting.outer is None else _island_of(backend)
         dtype = working_dtype(config.precision)
         self._model = GPT(config.model, VOCABULARY, config.training.seed, dtype)
-        self._ledger = Ledger(backend.grid, backend.rank)
-        links = Links(backend, InlineLanes(), self._ledger, torch.device("cpu"))
+        self._ledger = Ledger(own.grid, own.rank)
+        links = Links(own, InlineLanes(), self._ledger, CPU)
         optimizer = config.optimizer
         options = EngineOptions(
             policy=setting.change(choose_policy(config.zero)),
@@ -129,16 +139,26 @@ class _Rank:
             make_codec=setting.make_codec,
         )
         self._engine = ZeroEngine(self._model, self._model.unit_specs(), self._model.uses(), options, links)
+        self._outer = None if setting.outer is None else self._join(setting.outer, _column_of(backend))
+
+    def _join(self, options: OuterOptions, column: VirtualBackend) -> OuterSteps:
+        links = Links(column, InlineLanes(), Ledger(column.grid, column.rank), CPU)
+        warm_up = self._config.optimizer.lr_warmup_iters
+        return OuterSteps(self._engine, links, replace(options, start_iteration=warm_up))
 
     def train(self, train_iters: int) -> _OfRank:
         result = _OfRank()
+        first = 1 if self._outer is None else self._outer.options.start_iteration
         for step in range(train_iters):
+            if step == first:
+                first_bytes = self._node_bytes()  # without those of a kept copy's first version, or of the means of a warm-up
             result.losses.append(self._step(step))
-            if step == 0:
-                first_bytes = self._node_bytes()  # the first version of a kept copy is an exact climb
-        result.inter_node_bytes = (self._node_bytes() - first_bytes) / (train_iters - 1)
-        result.held_out_loss = self._held_out_loss()
-        result.main_weights = list(self._own_main_weights())
+        result.inter_node_bytes = (self._node_bytes() - first_bytes) / (train_iters - first)
+        if self._outer is not None:
+            self._outer.step(all_units=True)
+        with self._outer.outer_weights() if self._outer is not None else nullcontext():
+            result.held_out_loss = self._held_out_loss()
+            result.main_weights = list(self._own_main_weights())
         self._engine.close()
         return result
 
@@ -150,10 +170,12 @@ class _Rank:
         result = self._engine.step(rate * self._rate_factor)
         if result.is_skipped:
             raise RuntimeError(f"step {step} was skipped, because its gradient has a NaN or inf")
+        if self._outer is not None:
+            self._outer.step()
         return float(loss.detach())
 
     def _node_bytes(self) -> int:
-        return self._ledger.inter_node_bytes(self._ledger.total(Category.WEIGHTS, Category.GRADIENTS))
+        return self._ledger.inter_node_bytes(self._ledger.total(Category.WEIGHTS, Category.GRADIENTS, Category.OUTER))
 
     @torch.no_grad()
     def _held_out_loss(self) -> float:
@@ -170,6 +192,17 @@ class _Rank:
             for segment in unit.layout.segments(unit.first_slice, unit.slices):
                 stop = segment.offset + segment.stop - segment.start
                 yield segment.spec.name, segment.start, unit.main_weight[segment.offset : stop].clone()
+
+
+def _island_of(backend: VirtualBackend) -> VirtualBackend:
+    """The backend of this rank among those of its node."""
+    first = backend.rank // RANKS_PER_NODE * RANKS_PER_NODE
+    return backend.part(Grid.of_nodes(1, RANKS_PER_NODE), range(first, first + RANKS_PER_NODE))
+
+
+def _column_of(backend: VirtualBackend) -> VirtualBackend:
+    """The backend of this rank among those at its place on every node."""
+    return backend.part(Grid.of_nodes(NODES, 1), range(backend.rank % RANKS_PER_NODE, NODES * RANKS_PER_NODE, RANKS_PER_NODE))
 
 
 def _mean_loss(model: Any, tokens: Tensor, labels: Tensor) -> float:
