@@ -36,6 +36,9 @@ SHARDING = Page(
         "zero/engine_options.py:EngineOptions",
         "zero/engine.py:ZeroEngine backward step finish_gradients update weight_norm gather_world state_bytes start_iteration "
         "finish_updates finish_differences weights_changed close",
+        "outer/join.py:join_islands",
+        "outer/options.py:OuterOptions -",
+        "outer/steps.py:OuterSteps step outer_weights state_bytes close",
         "zero/optimizer_step.py:StepResult",
         "zero/engine.py:StateBytes",
         "zero/schedule.py:Prefetch",
@@ -184,6 +187,6 @@ PLANS = Page(
     ),
 )
 
-MADE_BY = {"ZeroEngine": "shard", "CheckpointReader": "open_checkpoint"}  # functions of the same page
+MADE_BY = {"ZeroEngine": "shard", "OuterSteps": "join_islands", "CheckpointReader": "open_checkpoint"}  # functions of the same page
 
 PAGES = (SHARDING, POLICIES, CODECS, CHECKPOINTS, DATA, PLANS)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp import POLICIES, Category, EngineOptions, OuterOptions, OuterSteps, join_islands, leave_world, shard
+from megatron_zpp import POLICIES, Category, EngineOptions, OuterOptions, OuterSteps, join_islands, leave_world, load, save, shard
 
 WIDTH, HEADS, LAYERS, CONTEXT = 96, 4, 3, 64
 BATCH = 32  # samples of a step over all islands, and of an evaluation
@@ -63,8 +63,9 @@ def main() -> None:
     # Until the end of the warm-up islands take the mean of their weights after every step.
     outer = join_islands(engine, OuterOptions(period=args.sync_period, start_iteration=WARM_UP))
 
+    restored = load(engine, args.checkpoints, missing_ok=True, outer=outer) if args.checkpoints else None
     training, held_out = read_text()
-    for step in range(args.steps):
+    for step in range(restored.step if restored else 0, args.steps):
         # Every rank of every island takes its share of the samples.
         tokens = samples(training, step)[outer.data_rank :: outer.data_ranks].to(engine.device)
         loss = loss_of(model, tokens)
@@ -73,6 +74,8 @@ def main() -> None:
         outer.step()
         if step + 1 in (1, args.steps) or (step + 1) % args.sync_period == 0:
             report(step + 1, model, outer, held_out)
+        if args.checkpoints and (step + 1) % args.sync_period == 0:
+            save(engine, args.checkpoints, step + 1, keep_last=2, outer=outer)
 
     outer.step(all_units=True)  # what islands have learned since their last exchange
     report(args.steps, model, outer, held_out)
@@ -120,6 +123,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--islands", type=int, help="into how many equal parts the ranks are cut; by default every node is one")
     parser.add_argument("--sync-period", type=int, default=16, help="steps from one exchange of a unit to its next")
     parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="where to save every --sync-period steps, and from where to go on")
     return parser.parse_args()
 
 

@@ -12,6 +12,7 @@ SAYS = {
     "entry": "pretrain_zeropp_gpt.py, tools/, examples/",
     "training": "start-up checks, the loop, one step",
     "checkpoint": "manifest, save, load, export",
+    "outer": "islands, and the steps that join them",
     "model": "the GPT",
     "zero": "units, schedule, engine, optimizer",
     "data": "corpora, samples, tokenizers",

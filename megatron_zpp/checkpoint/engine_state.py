@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from megatron_zpp import __version__
 from megatron_zpp.checkpoint.contents import check_moments
-from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
+from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, INNER_WEIGHT, Manifest, of_island
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import Share
 from megatron_zpp.checkpoint.shard_file import ELEMENT_TYPES
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.pieces import owned_pieces, parameters, resting_pieces
+from megatron_zpp.zero.pieces import Piece, owned_pieces, parameters, resting_pieces
 from megatron_zpp.zero.policy import KEPT_WEIGHT, MOMENTS, WEIGHT
 
 
@@ -49,10 +49,8 @@ def manifest_of(engine: ZeroEngine, progress: Progress, flags: Mapping[str, Any]
             "scheduled_samples": progress.scheduled_samples,
             "ordered_samples": progress.ordered_samples,
             **_what_was_read(progress),
-            "optimizer_steps": engine.optimizer.steps,
-            **_unused_steps(engine),
+            **optimizer_state(engine),
             **_frozen(engine),
-            "loss_scaler": engine.loss_scaler.state(),
         },
         flags=flags,
         topology={
@@ -65,10 +63,11 @@ def manifest_of(engine: ZeroEngine, progress: Progress, flags: Mapping[str, Any]
     )
 
 
-def _unused_steps(engine: ZeroEngine) -> dict[str, Any]:
-    """The updates that have passed parameters over, if there are any."""
+def optimizer_state(engine: ZeroEngine) -> dict[str, Any]:
+    """What the optimizer has done, and the loss scale. unused_steps: the updates that have passed parameters over, if there are any."""
     unused = engine.optimizer.unused_steps
-    return {"unused_steps": unused} if unused else {}
+    state = {"optimizer_steps": engine.optimizer.steps, **({"unused_steps": unused} if unused else {})}
+    return {**state, "loss_scaler": engine.loss_scaler.state()}
 
 
 def _frozen(engine: ZeroEngine) -> dict[str, Any]:
@@ -93,32 +92,60 @@ def versions() -> dict[str, str]:
     return {"megatron_zpp": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
+def load_engine(
+    engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False, island: int | None = None
+) -> None:
     """Loads the engine's main weights, and with_moments also the optimizer and the loss scaler. Every rank must call it.
 
     with_copies: also the copies of the weights that the engine keeps across steps, if it keeps any. Otherwise they start anew from the
     main weights.
+    island: which of the islands of the checkpoint the engine goes on as. None: as the mean of all, if it has any.
     Raises CheckpointError if the checkpoint has no moments, and DamagedCheckpointError if elements are missing or bytes have changed.
     """
-    fill_engine(engine, reader, with_moments=with_moments, with_copies=with_copies)
-    resume_engine(engine, reader, with_moments=with_moments, with_copies=with_copies)
+    fill_engine(engine, reader, with_moments=with_moments, with_copies=with_copies, island=island)
+    resume_engine(engine, reader, with_moments=with_moments, with_copies=with_copies, island=island)
 
 
-def fill_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool) -> None:
+def fill_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool, island: int | None = None) -> None:
     """The first half of `load_engine`, which reads the files. Parameters that the checkpoint does not have are left as they are."""
-    wanted = {WEIGHT}
+    wanted = [WEIGHT]
     if with_moments:
         check_moments(reader.folder, reader.manifest)
-        wanted |= set(MOMENTS)
+        wanted += MOMENTS
     if with_copies:
-        wanted.add(KEPT_WEIGHT)
+        wanted.append(KEPT_WEIGHT)
     shapes = reader.manifest.shapes
-    reader.fill(piece for piece in resting_pieces(engine) if piece.state in wanted and piece.parameter in shapes)
+    pieces = [piece for piece in resting_pieces(engine) if piece.state in wanted and piece.parameter in shapes]
+    if not (with_moments and reader.manifest.islands):
+        reader.fill(pieces)
+        return
+    frozen = reader.manifest.frozen
+    reader.fill(piece for piece in pieces if piece.parameter in frozen)
+    for state in wanted:  # one after the other, for a mean takes memory
+        _fill_from_islands(reader, [piece for piece in pieces if piece.state == state and piece.parameter not in frozen], state, island)
 
 
-def resume_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool) -> None:
+def _fill_from_islands(reader: CheckpointReader, pieces: Sequence[Piece], state: str, island: int | None) -> None:
+    """Fills pieces of one state from that of an island, or with the fp32 mean over all islands."""
+    stored = INNER_WEIGHT if state == WEIGHT else state
+    first, *others = range(reader.manifest.islands) if island is None else [island]
+    reader.fill(replace(piece, state=of_island(stored, first)) for piece in pieces)
+    for other in others:
+        added = [torch.empty_like(piece.values) for piece in pieces]
+        reader.fill(replace(piece, state=of_island(stored, other), values=values) for piece, values in zip(pieces, added, strict=True))
+        for piece, values in zip(pieces, added, strict=True):
+            piece.values.add_(values)
+    for piece in pieces if others else ():
+        piece.values.div_(1 + len(others))
+
+
+def resume_engine(
+    engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool, island: int | None = None
+) -> None:
     """The second half of `load_engine`, which reads no files, so that a rank does it if all have done the first."""
     if with_moments:
-        engine.optimizer.resume(reader.manifest.run["optimizer_steps"], reader.manifest.run.get("unused_steps", {}))
-        engine.loss_scaler.load_state(reader.manifest.run["loss_scaler"])
+        run = reader.manifest.run
+        done = run["islands"][island or 0] if reader.manifest.islands else run
+        engine.optimizer.resume(done["optimizer_steps"], done.get("unused_steps", {}))
+        engine.loss_scaler.load_state(done["loss_scaler"])
     engine.weights_changed(copies_are_filled=with_copies)

@@ -19,6 +19,7 @@ from megatron_zpp.data.reading import readings_of, samples_by_length
 from megatron_zpp.parallel.stripes import Columns, column_numel, columns_of
 from megatron_zpp.system.outside import Members, OutsideFile
 from megatron_zpp.system.user_error import UserError
+from megatron_zpp.zero.policy import MOMENTS
 
 FORMAT = "megatron_zpp checkpoint"
 FORMAT_VERSION = 3
@@ -31,6 +32,7 @@ CHUNK_BYTES = 1 << 20
 MARKER_BYTES, MANIFEST_BYTES = 1 << 16, 1 << 32  # limits; the manifest of 10,000 ranks with 1,000 pieces each has about 2 GB
 COUNTS_OF_RUN = ("scheduled_samples", "optimizer_steps")
 ITERATION_NAME = r"iter_(?P<iteration>\d{7,})"  # the name of an iteration's folder, as a pattern
+INNER_WEIGHT = "inner_weight"  # the state of an island's own main weights, beside the weight that all islands share
 DYNAMIC_SCALE = ("scale", "patience")  # belong to a loss scale that counts its good steps
 FILE_KEYS = frozenset({"name", "nbytes", "header_bytes", "checksums"})
 PIECE_KEYS = frozenset({"parameter", "start", "stop", "file", "offsets", "columns"})
@@ -100,6 +102,11 @@ class Manifest:
         return frozenset(self.run.get("frozen", ()))
 
     @property
+    def islands(self) -> int:
+        """The number of islands whose inner weights and moments are states of their own (`of_island`); 0 if all ranks trained as one."""
+        return len(self.run.get("islands", ()))
+
+    @property
     def is_release(self) -> bool:
         """Whether the checkpoint holds only weights and no state of a run."""
         return not self.run
@@ -109,6 +116,11 @@ class Manifest:
         values = {member.name: getattr(self, member.name) for member in fields(self)}
         lines = [f'"{name}": {_json(value)}' for name, value in {"format": FORMAT, "format_version": FORMAT_VERSION, **values}.items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def of_island(state: str, island: int) -> str:
+    """The name of a state that every island has for itself."""
+    return f"{state}/{island}"
 
 
 def marker_json(manifest_text: str) -> str:
@@ -217,18 +229,26 @@ def _run_state(found: Members, consumed_samples: int) -> Mapping[str, Any]:
         found.texts("frozen")
     if "ordered_samples" in found:
         found.count("ordered_samples")
+    if "readings" in found:
+        _check_tokens(found, consumed_samples)
+    _check_optimizer(found)
+    for island in found.list_of_members("islands") if "islands" in found else ():
+        _check_optimizer(island)
+    return found.values
+
+
+def _check_optimizer(found: Members) -> None:
+    """What the optimizer of a run, or of an island, has done."""
+    found.count("optimizer_steps")
     if "unused_steps" in found:
         unused = found.members("unused_steps")
         if max(map(unused.count, unused.values), default=0) > found.count("optimizer_steps"):
             found.refuse("unused_steps", "numbers up to run.optimizer_steps")
-    if "readings" in found:
-        _check_tokens(found, consumed_samples)
     scaler = found.members("loss_scaler")
     for key in (*scaler.values, *(DYNAMIC_SCALE if "good_steps" in scaler else ())):
         scaler.number(key)
     if "scale" in scaler and scaler.number("scale") <= 0:
         scaler.refuse("scale", "a number above 0")
-    return found.values
 
 
 def _check_tokens(found: Members, consumed_samples: int) -> None:
@@ -277,6 +297,8 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
     """Errors in the manifest that would break a reader."""
     files = {file.name: file for file in manifest.files}
     of_run = {key: manifest.run.get(key, 0) for key in (*COUNTS_OF_RUN, "ordered_samples")}
+    for island, of_island_run in enumerate(manifest.run.get("islands", ())):
+        of_run[f"islands[{island}].optimizer_steps"] = of_island_run["optimizer_steps"]
     for name, count in {"iteration": manifest.iteration, "consumed_samples": manifest.consumed_samples, **of_run}.items():
         if count > LARGEST_COUNT:
             yield f"has {name} {count}, more than {LARGEST_COUNT}, which no run reaches"
@@ -284,6 +306,9 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
         if element_type not in ELEMENT_BYTES or (version == 2 and element_type != ELEMENT_TYPE):
             yield f"has the state {state} with elements of type {element_type}"
             return  # the number of bytes is not defined then
+    own_states = [of_island(state, island) for island in range(manifest.islands) for state in (INNER_WEIGHT, *MOMENTS)]
+    if missing := [state for state in own_states if state not in manifest.states]:
+        yield f"has {manifest.islands} islands and no state {missing[0]}"
     element_bytes = {state: ELEMENT_BYTES[element_type] for state, element_type in manifest.states.items()}
     if manifest.chunk_bytes < 1 or any(manifest.chunk_bytes % nbytes for nbytes in element_bytes.values()):
         yield f"has chunks of {manifest.chunk_bytes} bytes"

@@ -32,13 +32,16 @@ from torch import Tensor, nn
 from megatron_zpp.checkpoint.contents import check_moments, first_difference
 from megatron_zpp.checkpoint.engine_state import fill_engine, manifest_of, resume_engine, share_of
 from megatron_zpp.checkpoint.folders import find_checkpoint
+from megatron_zpp.checkpoint.island_state import fill_islands, manifest_of_islands, resume_islands, share_of_islands
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.run_lock import Job, take_lock
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.checkpoint.shard_file import ELEMENT_TYPES
+from megatron_zpp.comm.backend import WorldGather
 from megatron_zpp.config.flag import LARGEST_COUNT
+from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.system.outside import Members, OutsideFile
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.zero.alike import check_alike, raising_alike, texts_of_ranks
@@ -67,6 +70,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
     with_frozen: bool = True,
+    outer: OuterSteps | None = None,
 ) -> None:
     """Saves the state of an engine and its module as `folder`/iter_STEP, between two steps. Every rank calls it, with the same arguments.
 
@@ -76,18 +80,23 @@ def save(
     extra: what the program needs besides, such as the position in its data, as JSON: that of rank 0 is saved.
     keep_last: how many of the latest checkpoints stay, 1 or more; by default all.
     with_frozen: whether frozen parameters are saved as well. A checkpoint without them is loaded where they have their values already.
+    outer: the outer steps of islands, which save as one: what they share, and the inner weights and moments of each.
     Raises UserError (CheckpointError if files are the reason) on every rank, and nothing is lost: the engine can go on.
     """
-    backend, device = engine.links.backend, engine.device
+    ranks, device = _ranks(engine, outer), engine.device
     engine.check_open()
     engine.finish_differences()
-    with raising_alike(backend, device):
+    with raising_alike(ranks, device):
         number = engine.iteration if step is None else _checked_count("step", step, 0)
         kept = None if keep_last is None else _checked_count("keep_last", keep_last, 1)
         added = _checked_json(extra or {})
-        buffers = _bytes_of_buffers(engine.module) if engine.rank == 0 else b""
-    check_alike(backend, device, repr((number, kept, with_frozen)).encode(), "arguments of save()", remedy="")
-    manifest, share = manifest_of(engine, Progress(iteration=number), {}, with_moments=True), share_of(engine, with_moments=True)
+        buffers = _bytes_of_buffers(engine.module) if ranks.rank == 0 else b""
+    check_alike(ranks, device, repr((number, kept, with_frozen)).encode(), "arguments of save()", remedy="")
+    progress = Progress(iteration=number)
+    if outer is None:
+        manifest, share = manifest_of(engine, progress, {}, with_moments=True), share_of(engine, with_moments=True)
+    else:
+        manifest, share = manifest_of_islands(outer, progress), share_of_islands(outer)
     own = {"steps": engine.iteration, "weight_code": _weight_code(engine), "with_frozen": with_frozen, "extra": added}
     run = {**manifest.run, _OF_MODULE: own}
     if not with_frozen:
@@ -96,13 +105,22 @@ def save(
         manifest = replace(manifest, shapes={path: shape for path, shape in manifest.shapes.items() if path not in left_out})
         share = replace(share, pieces=[piece for piece in share.pieces if piece.parameter not in left_out])
     share = replace(share, others={_BUFFERS: buffers} if buffers else {})
-    with _locked(engine, Path(folder)) as check_lock:
-        saver = CheckpointSaver(Path(folder), share, SaveOptions(keep_last=kept), partial(texts_of_ranks, backend, device), check_lock)
+    with _locked(ranks, device, Path(folder)) as check_lock:
+        saver = CheckpointSaver(Path(folder), share, SaveOptions(keep_last=kept), partial(texts_of_ranks, ranks, device), check_lock)
         saved = saver.save(replace(manifest, run=run))
     if saved is not None:  # on rank 0
         _log.info("saved step %d in %s: %.3f GiB in %.3f s", number, folder, saved.nbytes / 2**30, saved.seconds)
         for old in saved.not_deleted:
             _log.warning("could not delete the checkpoint of step %d in %s: it is being read, or the file system refuses", old, folder)
+
+
+def _ranks(engine: ZeroEngine, outer: OuterSteps | None) -> WorldGather:
+    """The ranks that save or load together."""
+    if outer is None:
+        return engine.links.backend
+    if outer.engine is not engine:
+        raise UserError("outer belongs to another engine; pass the engine that join_islands() was given")
+    return outer.everyone
 
 
 @overload
@@ -113,17 +131,30 @@ def load(
     *,
     with_optimizer: bool = True,
     missing_ok: Literal[False] = False,
+    outer: OuterSteps | None = None,
 ) -> Restored: ...
 
 
 @overload
 def load(
-    engine: ZeroEngine, folder: str | PathLike[str], step: int | None = None, *, with_optimizer: bool = True, missing_ok: bool
+    engine: ZeroEngine,
+    folder: str | PathLike[str],
+    step: int | None = None,
+    *,
+    with_optimizer: bool = True,
+    missing_ok: bool,
+    outer: OuterSteps | None = None,
 ) -> Restored | None: ...
 
 
 def load(
-    engine: ZeroEngine, folder: str | PathLike[str], step: int | None = None, *, with_optimizer: bool = True, missing_ok: bool = False
+    engine: ZeroEngine,
+    folder: str | PathLike[str],
+    step: int | None = None,
+    *,
+    with_optimizer: bool = True,
+    missing_ok: bool = False,
+    outer: OuterSteps | None = None,
 ) -> Restored | None:
     """Loads a checkpoint of `save` into an engine and its module. Every rank calls it, with the same arguments.
 
@@ -132,38 +163,47 @@ def load(
     step: which checkpoint; by default the latest.
     with_optimizer: whether Adam's moments, the loss scale and the number of steps are loaded as well.
     missing_ok: whether a folder without any checkpoint is right; then the answer is None.
+    outer: the outer steps of islands, which load as one. An island goes on as the one of its number in a checkpoint of as many islands.
+        From another number of islands each takes the mean of their inner weights and moments, and so does an engine without `outer`. From a
+        checkpoint of no islands each takes its weights and moments, and starts without outer momentum.
     Raises UserError (CheckpointError if files are the reason) on every rank. After an error in the values of a file the weights are those
     of no step, and nothing else has changed: load another checkpoint.
     """
-    backend, device = engine.links.backend, engine.device
+    ranks, device = _ranks(engine, outer), engine.device
     engine.check_open()
-    with raising_alike(backend, device):
+    with raising_alike(ranks, device):
         wanted = None if step is None else _checked_count("step", step, 0)
     with ExitStack() as stack:
-        with _reading(engine):
+        with _reading(ranks, device):
             found = find_checkpoint(Path(folder), wanted, choice="step")
             reader = None if found is None else stack.enter_context(CheckpointReader(found))
         seen = repr((reader and reader.identity, with_optimizer, missing_ok))
-        check_alike(backend, device, seen.encode(), f"arguments of load() or checkpoints in {folder}", remedy="")
+        check_alike(ranks, device, seen.encode(), f"arguments of load() or checkpoints in {folder}", remedy="")
         if reader is None:
             if missing_ok:
                 return None
             raise CheckpointError(f"{folder} holds no checkpoint; name the folder that was given to save(), or pass missing_ok=True")
-        with _reading(engine):
+        with _reading(ranks, device):
             stored = _Stored.of(reader)
             stored.check(engine, with_optimizer=with_optimizer)
         has_copies = with_optimizer and engine.keeps_copies and stored.weight_code == _weight_code(engine)
         engine.finish_differences()  # what is under way would be added to copies that have been filled
-        with _reading(engine):
-            fill_engine(engine, reader, with_moments=with_optimizer, with_copies=has_copies)
+        with _reading(ranks, device):
+            if outer is None:
+                fill_engine(engine, reader, with_moments=with_optimizer, with_copies=has_copies)
+            else:
+                fill_islands(outer, reader, with_moments=with_optimizer)
     if with_optimizer:
         engine.start_iteration(stored.steps)
-    resume_engine(engine, reader, with_moments=with_optimizer, with_copies=has_copies)
+    if outer is None:
+        resume_engine(engine, reader, with_moments=with_optimizer, with_copies=has_copies)
+    else:
+        resume_islands(outer, reader, with_moments=with_optimizer)
     with torch.no_grad():
         for path, buffer in _persistent_buffers(engine.module):
             if path in stored.buffers:
                 buffer.copy_(stored.buffers[path])
-    if engine.rank == 0:
+    if ranks.rank == 0:
         _log.info("loaded step %d from %s", reader.manifest.iteration, reader.folder)
     return Restored(reader.manifest.iteration, stored.extra)
 
@@ -257,12 +297,12 @@ def _levels(value: Any) -> int:
 
 
 @contextmanager
-def _locked(engine: ZeroEngine, folder: Path) -> Iterator[Callable[[], None]]:
+def _locked(ranks: WorldGather, device: torch.device, folder: Path) -> Iterator[Callable[[], None]]:
     """Keeps other runs from saving into the folder, which is made if it is missing. Gives what raises an error if the lock was lost."""
     with ExitStack() as stack:
         check: Callable[[], None] = lambda: None  # noqa: E731  of all ranks but the first
-        with raising_alike(engine.links.backend, engine.device, CheckpointError):
-            if engine.rank == 0:
+        with raising_alike(ranks, device, CheckpointError):
+            if ranks.rank == 0:
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                 except OSError as error:
@@ -274,9 +314,9 @@ def _locked(engine: ZeroEngine, folder: Path) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _reading(engine: ZeroEngine) -> Iterator[None]:
+def _reading(ranks: WorldGather, device: torch.device) -> Iterator[None]:
     """Ends the block with a CheckpointError on every rank if it raises one on any. Damage is answered by an argument, not by a flag."""
-    with raising_alike(engine.links.backend, engine.device, CheckpointError):
+    with raising_alike(ranks, device, CheckpointError):
         try:
             yield
         except DamagedCheckpointError as error:

@@ -26,13 +26,21 @@ class Work(Protocol):
         """Calls `call` when the collective has ended, on any thread; at once if it has ended already."""
 
 
-class Backend(Protocol):
+class WorldGather(Protocol):
+    """What exchanges a few numbers among all ranks of a world."""
+
+    rank: int
+
+    def gather_world(self, own: Tensor) -> Tensor:
+        """[data ranks, tensor ranks, numel]: `own` [numel] of every rank. Every rank must call it, and waits."""
+
+
+class Backend(WorldGather, Protocol):
     """The collectives of one rank. Lane collectives are asynchronous and never block the caller.
 
     They return None if there is nothing to wait for: they run in the current stream of a device, in turn with what is enqueued there.
     """
 
-    rank: int
     grid: Grid
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work | None:
@@ -40,9 +48,6 @@ class Backend(Protocol):
 
     def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work | None:
         """Sends the i-th equal part of `sent` to member i, and fills `output` with the parts for this rank, in member order; both uint8."""
-
-    def gather_world(self, own: Tensor) -> Tensor:
-        """[data ranks, tensor ranks, numel]: `own` [numel] of every rank. Every rank must call it, and waits."""
 
 
 # torch 2.13 renames the collective and warns at every call by the old name.

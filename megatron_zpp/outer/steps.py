@@ -12,6 +12,7 @@ from megatron_zpp.comm.code import EXACT, Code, LinkCodes
 from megatron_zpp.comm.codecs import LinkCodecs
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Links
+from megatron_zpp.outer.all_islands import AllIslands
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.outer.unit import OuterCodecs, OuterUnit, outer_layout
 from megatron_zpp.system.user_error import UserError
@@ -27,6 +28,7 @@ class OuterSteps:
     Every rank of every island must make the same calls in the same order.
     engine: of the island. links: to the ranks that have the same place on the other islands. options: of the outer steps.
     units: the outer weights of each unit that is trained; None where this rank's slice has no element.
+    everyone: the ranks of all islands.
     """
 
     def __init__(self, engine: ZeroEngine, links: Links, options: OuterOptions, on_close: Callable[[], None] | None = None) -> None:
@@ -40,6 +42,7 @@ class OuterSteps:
         self.options = options
         self._on_close = on_close
         engine.finish_updates()
+        self.everyone = AllIslands(engine.links.backend, links.backend, engine.world_size)
         self._codecs = OuterCodecs(*(self._codecs_of(code) for code in (options.gradient_code, options.difference_code)))
         self.units = [self._make_unit(index) for index in range(len(engine.trained))]
 
@@ -128,6 +131,12 @@ class OuterSteps:
                 for part in place.parts():
                     part.zero_()  # an update before the first backward takes them for gradients
             engine.weights_changed()
+
+    def start_from_inner(self) -> None:
+        """Starts from the inner weights, without momentum. They must have the same values on every island, as after a load."""
+        self.engine.finish_updates()
+        for unit in filter(None, self.units):
+            unit.start_from_inner()
 
     def state_bytes(self) -> int:
         """Bytes of outer weights, momentum and copies on this rank."""

@@ -59,14 +59,19 @@ class OuterUnit:
         self._options = options
         self._paddings = tuple(layout.paddings(links.own_slice, 1))
         self.kept = KeptCopy(inner.name, layout, links, dtype, links.home(is_host=False))
-        for copy, x in self._pairs(self.kept.values):
-            copy.copy_(x)
-        self.kept.share()
         self.weight, self.momentum = (torch.zeros(layout.slice_numel, device=links.device) for _ in range(2))
-        # Not x: what c has lost of it is in the first outer gradient.
-        Regions.of(self.weight, layout.slice_shape).copy_(self.kept.own)
         self._mean = torch.empty(0)
         self._hops: list[Hop] = []
+        self.start_from_inner()
+
+    def start_from_inner(self) -> None:
+        """Starts from x, which has the same values on every island, without momentum."""
+        for copy, x in self._pairs(self.kept.values):
+            copy.copy_(x)
+        # Not x: what c has lost of it is in the first outer gradient.
+        Regions.of(self.weight, self.layout.slice_shape).copy_(self.kept.own)
+        self.momentum.zero_()
+        self.kept.share()
 
     def begin(self, codecs: OuterCodecs, iteration: int) -> None:
         """Submits the hops of an exchange. x must not change until `finish`. iteration: random codes are drawn from it."""

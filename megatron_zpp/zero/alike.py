@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.backend import Backend
+from megatron_zpp.comm.backend import WorldGather
 from megatron_zpp.system.user_error import UserError
 
 LONGEST_MISTAKE = 1024  # bytes of a text that ranks exchange
 
 
 @contextmanager
-def raising_alike(backend: Backend, device: torch.device, error_of_others: type[UserError] = UserError) -> Iterator[None]:
+def raising_alike(backend: WorldGather, device: torch.device, error_of_others: type[UserError] = UserError) -> Iterator[None]:
     """Ends the block with an error on every rank if it raises one on any: with its own, or with one that names the first rank's."""
     own: Exception | None = None
     try:
@@ -32,19 +32,19 @@ def raising_alike(backend: Backend, device: torch.device, error_of_others: type[
             raise error_of_others(f"{text} (on rank {rank})")
 
 
-def texts_of_ranks(backend: Backend, device: torch.device, own: str) -> list[str]:
+def texts_of_ranks(backend: WorldGather, device: torch.device, own: str) -> list[str]:
     """`own` of every rank, in the order of ranks. Every rank must call it."""
     longest = int(backend.gather_world(torch.tensor([len(own.encode())], device=device)).max())
     return _gather_texts(backend, device, own, longest)
 
 
-def _gather_texts(backend: Backend, device: torch.device, own: str, longest: int) -> list[str]:
+def _gather_texts(backend: WorldGather, device: torch.device, own: str, longest: int) -> list[str]:
     """longest: bytes of a text; what is longer is cut off."""
     row = torch.tensor(list(own.encode()[:longest].ljust(longest, b"\0")), dtype=torch.uint8, device=device)
     return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in backend.gather_world(row).flatten(0, 1).tolist()]
 
 
-def check_alike(backend: Backend, device: torch.device, content: bytes, what: str, remedy: str = " (torch.manual_seed)") -> None:
+def check_alike(backend: WorldGather, device: torch.device, content: bytes, what: str, remedy: str = " (torch.manual_seed)") -> None:
     """Raises UserError on every rank if `content` is not the same on all of them."""
     number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
     numbers = backend.gather_world(torch.tensor([number], device=device)).flatten().tolist()

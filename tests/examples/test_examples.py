@@ -77,3 +77,19 @@ def test_adapters_learn_beside_a_frozen_model_and_are_saved_alone(tmp_path: Path
     assert weights.keys() == {f"{place}.{matrix}.weight" for place in places for matrix in ("down", "up")}
     assert all(weight.any() for weight in weights.values())
     assert f"trained {sum(weight.numel() for weight in weights.values())} weights" in printed
+
+
+@pytest.mark.gloo
+def test_a_model_learns_on_islands_about_as_well_as_on_one_with_few_bytes_between_them(ranks: RankPool) -> None:
+    alone = printed_by("outer_steps", "--steps", 48)
+    first, *_, last = losses(alone)
+    assert last < 0.65 * first
+    printed, second = ranks.run(2, 1, output_of_example, "outer_steps", "--steps", 48)
+    assert second == ""
+    assert losses(printed)[-1] == pytest.approx(last, rel=0.03)
+    received = [int(number) for number in re.findall(r"(\d+) bytes have come", printed)]  # after 1, 16, 32 and 48 steps, and at the end
+    of_all_units = received[0]
+    parameters = 256 * 96 + 64 * 96 + 3 * (12 * 96 * 96 + 13 * 96) + 2 * 96 + 96 * 256 + 256
+    # Half of the model goes each way in 3 bits and the scales; what is more is padding, and gains and biases in 16 bits.
+    assert 2 * (3 / 8 + 2 / 256) / 2 < of_all_units / parameters < 1.1 * 2 * (3 / 8 + 2 / 256) / 2
+    assert received == [of_all_units, *(of_all_units * exchanges for exchanges in (16, 17, 18, 19))]

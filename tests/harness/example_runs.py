@@ -18,20 +18,20 @@ from torch import nn
 from megatron_zpp.zero.shard import leave_world, shard
 
 
-def output_of_example(name: str) -> str:
-    """What `python -m examples.NAME` prints on this rank."""
-    return _output_of(name, lambda: runpy.run_module(f"examples.{name}", run_name="__main__", alter_sys=True))
+def output_of_example(name: str, *arguments: object) -> str:
+    """What `python -m examples.NAME ARGUMENTS` prints on this rank."""
+    return _output_of([name, *map(str, arguments)], lambda: runpy.run_module(f"examples.{name}", run_name="__main__", alter_sys=True))
 
 
 def output_of_program(path: str) -> str:
     """What a program in Python prints on this rank."""
-    return _output_of(path, lambda: runpy.run_path(path, run_name="__main__"))
+    return _output_of([path], lambda: runpy.run_path(path, run_name="__main__"))
 
 
-def _output_of(name: str, program: Callable[[], object]) -> str:
+def _output_of(words: list[str], program: Callable[[], object]) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [name])
+        patch.setattr(sys, "argv", words)
         program()
     return printed.getvalue()
 

@@ -21,6 +21,7 @@ from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
+from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.shard import full_weights, shard
 
 Result = TypeVar("Result")
@@ -71,9 +72,17 @@ def loss_of(module: nn.Module, inputs: Tensor) -> Tensor:
     return loss
 
 
-def join(module: nn.Sequential, island: Backend, column: Backend, engine_options: EngineOptions, options: OuterOptions) -> Member:
+def join(
+    module: nn.Sequential,
+    island: Backend,
+    column: Backend,
+    engine_options: EngineOptions,
+    options: OuterOptions,
+    loss_scaler: LossScaler | None = None,
+) -> Member:
     """A rank with these backends: of its island, and to the ranks at its place on the others."""
-    engine = shard(copy.deepcopy(module), [name for name, _ in module.named_children()], engine_options, backend=island)
+    units = [name for name, _ in module.named_children()]
+    engine = shard(copy.deepcopy(module), units, engine_options, loss_scaler=loss_scaler, backend=island)
     return Member(engine, join_islands(engine, options, backend=column))
 
 
@@ -93,12 +102,13 @@ def run_islands(
     *,
     module: nn.Sequential | None = None,
     pause: Callable[[], None] | None = None,
+    loss_scaler: Callable[[], LossScaler] | None = None,
 ) -> list[Result]:
     """What `program` returns on each rank, island after island. pause: before each hop is prepared; then all ranks run at once."""
     model = module or small_module()
 
     def run(backend: VirtualBackend) -> Result:
-        member = join(model, *parts_of(backend, ranks), engine_options, options)
+        member = join(model, *parts_of(backend, ranks), engine_options, options, loss_scaler and loss_scaler())
         result = program(member)
         member.outer.close()
         member.engine.close()

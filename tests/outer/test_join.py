@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from harness.rank_pool import RankPool
 from harness.worlds import run_world
 from torch import Tensor, nn
 
+from megatron_zpp.checkpoint.sharded_module import load, save
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.outer.join import join_islands
@@ -59,6 +62,33 @@ def test_processes_have_the_bits_and_bytes_of_threads(nodes: int, ranks_per_node
     of_island = 4 // islands
     for rank, (expected, of_process) in enumerate(zip(run_islands(islands, of_island, trained, IN_BF16, PERIOD_OF_2), found, strict=True)):
         assert of_process == (expected[0], expected[1].tolist(), expected[2], (rank // of_island, islands, rank, of_island))
+
+
+def saved_and_loaded(folder: Path, *, stops: bool) -> list[float]:
+    """The last losses of a run of processes, which saves in the middle and goes on with other engines if it stops there."""
+    dist.init_process_group("gloo")
+    losses = []
+    for first, last in ((0, 3), (3, 6)) if stops else ((0, 6),):
+        module = small_module()
+        engine = shard(module, [name for name, _ in module.named_children()], IN_BF16, islands=2)
+        member = Member(engine, join_islands(engine, PERIOD_OF_2))
+        if first:
+            assert load(engine, folder, outer=member.outer).step == first
+        for step in range(first, last):
+            losses.append(member.train(step))
+            member.outer.step()
+        if stops:
+            save(engine, folder, outer=member.outer)
+        member.outer.close()
+        engine.close()
+    leave_world()
+    return losses[3:]
+
+
+@pytest.mark.gloo
+def test_processes_on_islands_go_on_from_one_checkpoint_with_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    unbroken, resumed = (ranks.run(2, 2, partial(saved_and_loaded, stops=stops), tmp_path) for stops in (False, True))
+    assert resumed == unbroken
 
 
 @pytest.mark.gloo
