@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.report import in_table
 from docs.drawing.memory import LIMIT, plan_of, plans
 from docs.drawing.quickstart import recorded
+from megatron_zpp.comm.code import EXACT, Code, SliceShape
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.counted import in_gib
 from megatron_zpp.config.resolve import resolve
@@ -251,7 +252,29 @@ def _code(flags: str) -> str:
     return f"`{flags}`" if flags else "none"
 
 
+# ---- islands
+
+
+LARGE_SLICE = SliceShape(1 << 24, 0)  # so large that padding and exact values are nothing
+OUTER_CODES = {
+    "3 bits both ways": (Code.gaussian(3, rounds=2), Code.gaussian(3, rounds=1)),
+    "3 bits, changes in 1": (Code.gaussian(3, rounds=2), Code.gaussian(1, rounds=1)),
+    "16 bits": (EXACT, EXACT),
+}
+
+
+def islands_bytes() -> str:
+    """What enters a node per step, as a part of the model in 16 bits, without the factor (N - 1)/N."""
+    whole = EXACT.payload_bytes(LARGE_SLICE, element_bytes=2)
+    lines = []
+    for period in (8, 16, 32, 64):
+        shares = (sum(code.payload_bytes(LARGE_SLICE, element_bytes=2) for code in codes) / whole for codes in OUTER_CODES.values())
+        lines.append([f"{period}", *(f"{share / period:.4f}" for share in shares)])
+    return in_table(["H", *OUTER_CODES], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "islands_bytes": islands_bytes,
     "recomputed": recomputed,
     "kept_inputs": kept_inputs,
     "saves": saves,

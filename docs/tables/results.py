@@ -313,6 +313,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "slow_links_bytes": models_into_a_node,
     "beside_deepspeed": beside_deepspeed,
     "loss": partial(losses, "loss_parity"),
+    "loss_islands": partial(losses, "loss_islands"),
     "loss_wide": partial(losses, "loss_parity_wide"),
     "loss_models": models_of_the_study,
     "loss_pairs": seed_by_seed,

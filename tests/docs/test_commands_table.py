@@ -151,6 +151,13 @@ TABLE: dict[str, str | tuple[str, ...]] = {
         f"{EXAMPLES}::test_adapters_learn_beside_a_frozen_model_and_are_saved_alone"
     ),
     "python -m examples.codec_of_your_own": f"{EXAMPLES}::test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well",
+    "python -m examples.outer_steps": f"{EXAMPLES}::test_a_model_learns_on_islands_about_as_well_as_on_one_with_few_bytes_between_them",
+    "torchrun --nproc-per-node 2 -m examples.outer_steps --islands 2": (
+        f"{EXAMPLES}::test_a_model_learns_on_islands_about_as_well_as_on_one_with_few_bytes_between_them"
+    ),
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE:29500 -m examples.outer_steps": (
+        f"{EXAMPLES}::test_a_model_learns_on_islands_about_as_well_as_on_one_with_few_bytes_between_them"
+    ),
     "python -m examples.hugging_face_model": f"{EXAMPLES}::test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved",
     "torchrun --nproc-per-node 2 -m examples.hugging_face_model --model my_llama --text my_text.txt --save my_trained_llama": (
         f"{EXAMPLES}::test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved"
@@ -175,6 +182,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python -m benchmarks.loss_parity": LOSS_STUDY,
     "python -m benchmarks.loss_parity --groups first --seeds 9 10 11 12": LOSS_STUDY,
     "python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8": LOSS_STUDY,
+    "python -m benchmarks.loss_parity --model islands --groups islands --train-iters 600": LOSS_STUDY,
     "python -m benchmarks.loss_parity --report-only": LOSS_STUDY,
     "python -m benchmarks.train_step ...": BENCHMARK,
     "python -m benchmarks.train_step --peers fsdp2 deepspeed": (

@@ -22,7 +22,7 @@ from megatron_zpp.monitor.training_line import megatron_lm_line
 from megatron_zpp.parallel.topology import Link, Topology
 
 CHECKPOINTS, FSDP2, GLOSSARY, LOGS = "docs/checkpoints.md", "docs/coming_from_fsdp2.md", "docs/glossary.md", "docs/logs.md"
-DATA = "docs/data.md"
+DATA, ISLANDS = "docs/data.md", "docs/islands.md"
 # Blocks that are no commands: page and beginning, with the test of what they show, or the reason why there is none.
 BLOCKS = {
     (CHECKPOINTS, "DIR/latest"): "tests/docs/test_commands_run.py, by the files of a checkpoint",
@@ -34,7 +34,8 @@ BLOCKS = {
     (GLOSSARY, "    rank 0 climbs"): "test_ranks_own_the_slices_and_share_the_links_that_are_drawn",
     (GLOSSARY, "    | codes of"): "test_the_payload_has_the_bytes_that_are_drawn",
     (DATA, "import json"): "test_the_program_for_plain_text_writes_lines_that_are_read",
-    ("docs/house.md", " 8  entry"): "test_names_in_docs.py, by rooms; the import contract has the floors",
+    ("docs/house.md", " 9  entry"): "test_names_in_docs.py, by rooms; the import contract has the floors",
+    (ISLANDS, "import torch"): "test_the_program_for_islands_trains_on_two_islands_and_goes_on_from_what_they_saved",
     ("docs/importing.md", "blocks.1"): "tests/docs/test_commands_run.py",
     ("docs/long_sequences.md", "    4 data ranks"): "tests/parallel, by groups of context ranks",
     ("docs/memory.md", "    gradients"): "tests/integration/test_offload_in_runs.py, by what a run does",
@@ -146,7 +147,21 @@ def test_the_program_for_a_module_of_your_own_trains_on_two_ranks_and_goes_on_fr
     assert found[-1] < 0.9 * found[0]
 
 
+def test_the_program_for_islands_trains_on_two_islands_and_goes_on_from_what_they_saved(ranks: RankPool, tmp_path: Path) -> None:
+    page = block_of(ISLANDS, "import torch").replace('"checkpoints"', repr(str(tmp_path / "checkpoints"))).replace("1000 == 999", "10 == 9")
+    program = tmp_path / "program.py"
+    found: list[list[float]] = []
+    for steps in (25, 40):
+        given = "batch_of = lambda step, share: (torch.arange(8) + share) % 8\nevaluate = lambda model: loss_of(model(torch.arange(8)))"
+        program.write_text(f"{OWN_MODULE}\nsteps = {steps}\n{given}\n{page}")
+        first, second = ([float(line) for line in printed.splitlines()] for printed in ranks.run(2, 1, output_of_program, str(program)))
+        assert first[-1] == second[-1]  # both evaluate the same weights
+        found.append(first)
+    assert len(found[0]) == 25 + 1 and len(found[1]) == 20 + 1 and found[0][20:25] == found[1][:5]
+    assert found[1][-1] < 0.9 * found[0][0]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_in_python_are_those_that_run(page: str) -> None:
     programs = [block for language, block in FENCED.findall(text_of(page)) if language == "python"]
-    assert len(programs) == {CHECKPOINTS: 1, DATA: 1, FSDP2: 1}.get(page, 0)
+    assert len(programs) == {CHECKPOINTS: 1, DATA: 1, FSDP2: 1, ISLANDS: 1}.get(page, 0)
