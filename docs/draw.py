@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.drawing import house, lanes, memory, payload, quickstart, rungs, speedup, trace, unit_life
+from docs.drawing import house, islands, lanes, memory, payload, quickstart, rungs, speedup, trace, unit_life
 from docs.drawing.canvas import THEMES, Canvas, Theme
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 PICTURES: dict[str, Callable[[Theme], Canvas]] = {
     "house": house.draw,
+    "islands": islands.draw,
     "lanes": lanes.draw,
     "memory": memory.draw,
     "payload": payload.draw,
