@@ -59,7 +59,7 @@ def main() -> None:
     torch.manual_seed(0)  # every rank makes the same first weights
     model = nn.Sequential(Tokens(), *(Block() for _ in range(LAYERS)), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)))
     units = [name for name, _ in model.named_children()]
-    engine = shard(model, units, EngineOptions(POLICIES[3], dtype=torch.bfloat16), islands=args.islands or nodes)
+    engine = shard(model, units, EngineOptions(POLICIES[3], dtype=torch.bfloat16), islands=nodes if args.islands is None else args.islands)
     # Until the end of the warm-up islands take the mean of their weights after every step.
     outer = join_islands(engine, OuterOptions(period=args.sync_period, start_iteration=WARM_UP))
 
@@ -77,7 +77,7 @@ def main() -> None:
         if args.checkpoints and (step + 1) % args.sync_period == 0:
             save(engine, args.checkpoints, step + 1, keep_last=2, outer=outer)
 
-    outer.step(all_units=True)  # what islands have learned since their last exchange
+    outer.take_means()  # of what islands have learned since they last agreed
     report(args.steps, model, outer, held_out)
     outer.close()
     engine.close()
@@ -93,7 +93,7 @@ def report(steps: int, model: nn.Module, outer: OuterSteps, held_out: Tensor) ->
     ledger = engine.links.ledger
     from_islands = ledger.inter_node_bytes(ledger.total(Category.OUTER))
     if outer.data_rank == 0:
-        print(f"after {steps:3d} steps: loss {mean:.4f} on text held out; {from_islands} bytes have come from other islands")
+        print(f"after {steps:3d} steps: loss {mean:.4f} on text held out; {from_islands} bytes have come into a node from other islands")
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

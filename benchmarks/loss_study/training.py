@@ -26,6 +26,7 @@ from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.islands import ranks_of_columns, ranks_of_islands
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import choose_policy, grid_of
@@ -155,7 +156,7 @@ class _Rank:
             result.losses.append(self._step(step))
         result.inter_node_bytes = (self._node_bytes() - first_bytes) / (train_iters - first)
         if self._outer is not None:
-            self._outer.step(all_units=True)
+            self._outer.take_means()
         with self._outer.outer_weights() if self._outer is not None else nullcontext():
             result.held_out_loss = self._held_out_loss()
             result.main_weights = list(self._own_main_weights())
@@ -196,13 +197,12 @@ class _Rank:
 
 def _island_of(backend: VirtualBackend) -> VirtualBackend:
     """The backend of this rank among those of its node."""
-    first = backend.rank // RANKS_PER_NODE * RANKS_PER_NODE
-    return backend.part(Grid.of_nodes(1, RANKS_PER_NODE), range(first, first + RANKS_PER_NODE))
+    return backend.part(Grid.of_nodes(1, RANKS_PER_NODE), ranks_of_islands(NODES * RANKS_PER_NODE, NODES)[backend.rank // RANKS_PER_NODE])
 
 
 def _column_of(backend: VirtualBackend) -> VirtualBackend:
     """The backend of this rank among those at its place on every node."""
-    return backend.part(Grid.of_nodes(NODES, 1), range(backend.rank % RANKS_PER_NODE, NODES * RANKS_PER_NODE, RANKS_PER_NODE))
+    return backend.part(Grid.of_nodes(NODES, 1), ranks_of_columns(NODES * RANKS_PER_NODE, NODES)[backend.rank % RANKS_PER_NODE])
 
 
 def _mean_loss(model: Any, tokens: Tensor, labels: Tensor) -> float:

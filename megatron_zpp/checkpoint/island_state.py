@@ -60,8 +60,7 @@ def fill_islands(outer: OuterSteps, reader: CheckpointReader, *, with_moments: b
 def resume_islands(outer: OuterSteps, reader: CheckpointReader, *, with_moments: bool) -> None:
     """Does what follows when all ranks have read the files."""
     resume_engine(outer.engine, reader, with_moments=with_moments, with_copies=False, island=_stored_island(outer, reader))
-    if not (with_moments and reader.manifest.islands):
-        outer.start_from_inner()
+    outer.resume(from_inner=not (with_moments and reader.manifest.islands))
 
 
 def _stored_island(outer: OuterSteps, reader: CheckpointReader) -> int | None:

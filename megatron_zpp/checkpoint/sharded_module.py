@@ -117,9 +117,12 @@ def save(
 def _ranks(engine: ZeroEngine, outer: OuterSteps | None) -> WorldGather:
     """The ranks that save or load together."""
     if outer is None:
+        if engine.is_joined:
+            raise UserError("the engine is joined with those of other islands, and all of them save and load as one; pass outer=")
         return engine.links.backend
     if outer.engine is not engine:
         raise UserError("outer belongs to another engine; pass the engine that join_islands() was given")
+    outer.check_open()
     return outer.everyone
 
 

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from megatron_zpp.comm.backend import Backend
 from megatron_zpp.comm.world_links import WorldLinks, has_world
 from megatron_zpp.monitor.observer import Observer
+from megatron_zpp.outer.all_islands import AllIslands
 from megatron_zpp.outer.options import OuterOptions
-from megatron_zpp.outer.steps import OuterSteps, check_policy
+from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.system.user_error import UserError
+from megatron_zpp.parallel.islands import ranks_of_columns
 from megatron_zpp.zero.alike import check_alike, digest_of, raising_alike
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -48,30 +49,28 @@ def join_islands(
     Raises UserError on every rank if arguments or main weights differ between islands, or if the policy of the engine does not suit: stage
     0 with several ranks per island, an optimizer on the host, lean between the nodes of one island.
     """
-    whole_island = engine.links.backend
-    with raising_alike(whole_island, engine.device):
-        check_policy(engine)
-        islands = _islands(engine, backend)
+    islands = _islands(engine, backend)
     if backend is not None:
         made = WorldLinks.over(backend, engine.device, Observer())
     else:
-        ranks = engine.world_size
-        columns = [range(place, islands * ranks, ranks) for place in range(ranks)]
+        columns = ranks_of_columns(islands * engine.world_size, islands)
         made = WorldLinks.connect(Grid.of_nodes(islands, 1), columns, engine.device, timeout, Observer())
+    column, device = made.links.backend, engine.device
+    everyone = AllIslands(engine.links.backend, column, engine.world_size)
     try:
-        with raising_alike(whole_island, engine.device):
-            _check_alike(engine, options, made.links.backend)
+        check_alike(
+            everyone, device, repr((options, engine.options.compared())).encode(), "options of outer steps, or of engines,", remedy=""
+        )
+        with raising_alike(everyone, device):
+            engine.finish_updates()
+            own = digest_of(unit.main_weight for unit in engine.trained)
+        with raising_alike(everyone, device):
+            check_alike(column, device, own, "main weights", remedy="", member="island")
+        with raising_alike(everyone, device):
             return OuterSteps(engine, made.links, options, made.end)
-    except UserError:  # on every rank
+    except Exception:  # on every rank
         made.end()
         raise
-
-
-def _check_alike(engine: ZeroEngine, options: OuterOptions, column: Backend) -> None:
-    engine.finish_updates()
-    arguments = repr((options, engine.options.policy, engine.options.dtype, engine.options.block_numel)).encode()
-    check_alike(column, engine.device, arguments, "options of outer steps, or of engines,", remedy="")
-    check_alike(column, engine.device, digest_of(unit.main_weight for unit in engine.trained), "main weights", remedy="")
 
 
 def _islands(engine: ZeroEngine, backend: Backend | None) -> int:

@@ -20,8 +20,8 @@ class OuterOptions:
 
     period: H, the inner steps from one exchange of a unit to its next.
     learning_rate: of the outer step. Default: period / 40, at most 0.7. momentum: of Nesterov's form of the outer step.
-    start_iteration: the number of inner steps after each of which all units take the plain mean over the islands. Momentum that has seen a
-    warm-up alone throws the model away, so this is the end of the learning rate's warm-up.
+    start_iteration: until then, all units take the plain mean over the islands after every inner step. Choose the end of the learning
+    rate's warm-up: momentum that has seen a warm-up alone throws the model away.
     gradient_code: in which outer gradients cross. What it loses is lost, so by default it has no bias (two rounds of rotation).
     difference_code: in which changes of the outer weights cross. What it loses is a part of the next change.
     is_staggered: whether units take turns, so that every inner step moves about 1/H of the model (arXiv 2501.18512). Otherwise all are due
@@ -40,12 +40,17 @@ class OuterOptions:
     def __post_init__(self) -> None:
         if type(self.period) is not int or self.period < 1:
             raise UserError(f"the period of outer steps is {self.period!r}; choose a number of inner steps, 1 or more")
-        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
-            raise UserError(f"the learning rate of outer steps is {self.learning_rate}; choose a positive number, or leave it out")
-        if not 0 <= self.momentum < 1:
-            raise UserError(f"the momentum of outer steps is {self.momentum}; choose 0 or more, and less than 1")
+        if self.learning_rate is not None and not (_is_number(self.learning_rate) and 0 < self.learning_rate < math.inf):
+            raise UserError(f"the learning_rate of outer steps is {self.learning_rate!r}; choose a positive number, or leave it out")
+        if not (_is_number(self.momentum) and 0 <= self.momentum < 1):
+            raise UserError(f"the momentum of outer steps is {self.momentum!r}; choose 0 or more, and less than 1")
         if type(self.start_iteration) is not int or self.start_iteration < 0:
             raise UserError(f"the start_iteration of outer steps is {self.start_iteration!r}; choose a number of inner steps, 0 or more")
+        for name in ("gradient_code", "difference_code"):
+            if not isinstance(getattr(self, name), Code):
+                raise UserError(f"the {name} of outer steps is {getattr(self, name)!r}; choose a megatron_zpp.Code")
+        if type(self.is_staggered) is not bool:
+            raise UserError(f"is_staggered of outer steps is {self.is_staggered!r}; choose True or False")
 
     @property
     def outer_rate(self) -> float:
@@ -61,12 +66,17 @@ class OuterOptions:
 
         A unit is due every `period` steps. If units are staggered, a unit with the share s of all elements before it is due s x period
         steps before the first unit, so its first exchange comes before the first period is over. While means are taken, all are due.
+        Before the first step none is.
         """
-        if self.takes_means(iteration):
-            return [True] * len(numels)
+        if iteration == 0 or self.takes_means(iteration):
+            return [iteration > 0] * len(numels)
         total, before, due = sum(numels), 0, []
         for numel in numels:
             offset = self.period * before // total if self.is_staggered else 0
             due.append((iteration + offset) % self.period == 0)
             before += numel
         return due
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes
-from megatron_zpp.comm.codecs import LinkCodecs
+from megatron_zpp.comm.codecs import CastCodec, LinkCodecs
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Links
 from megatron_zpp.outer.all_islands import AllIslands
@@ -40,17 +40,22 @@ class OuterSteps:
         self.engine = engine
         self.links = links
         self.options = options
-        self._on_close = on_close
-        engine.finish_updates()
         self.everyone = AllIslands(engine.links.backend, links.backend, engine.world_size)
-        self._codecs = OuterCodecs(*(self._codecs_of(code) for code in (options.gradient_code, options.difference_code)))
+        self._on_close = on_close
+        self._is_closed = False
+        engine.finish_updates()
+        self._codecs = OuterCodecs(self._codecs_of(options.gradient_code), self._codecs_of(options.difference_code))
+        self._exact = OuterCodecs(self._codecs_of(EXACT), self._codecs_of(EXACT))
+        self._exchanged = engine.iteration  # the number of inner steps at the last exchange
         self.units = [self._make_unit(index) for index in range(len(engine.trained))]
+        engine.is_joined = True
 
     def _codecs_of(self, code: Code) -> LinkCodecs:
-        """The codecs of a hop between islands; the values of one island alone stay as they are."""
+        """The codecs of a hop between islands. One island alone keeps its values as they are."""
         own = self.engine.options
-        codes = LinkCodes(code, EXACT).in_world(self.links.topology)
-        return LinkCodecs.of(codes, own.dtype, own.block_numel, own.noise_seed, own.make_codec)
+        if self.islands == 1:
+            return LinkCodecs(CastCodec(own.dtype), CastCodec(own.dtype))
+        return LinkCodecs.of(LinkCodes(code, code), own.dtype, own.block_numel, own.noise_seed, own.make_codec)
 
     def _make_unit(self, index: int) -> OuterUnit | None:
         inner = self.engine.trained[index]
@@ -77,65 +82,80 @@ class OuterSteps:
         """The number of ranks, on all islands, among which a batch is divided."""
         return self.islands * self.engine.data_ranks
 
-    def step(self, *, all_units: bool = False) -> None:
-        """Exchanges the units that are due, and waits. Call it after every step of the engine.
+    def step(self) -> None:
+        """Exchanges the units that are due. Call it after every step of the engine; before the next one a second call does nothing.
 
-        all_units: exchanges every unit, due or not, as at the end of a run: what islands have learned since is then in the outer weights.
+        An exchange is under way until its unit is needed: in the next forward, or where weights are saved, loaded or evaluated.
         Raises RuntimeError between a backward and the step of the engine that follows.
         """
-        engine = self.engine
-        engine.check_between_steps()
-        engine.finish_updates()
-        numels = [unit.layout.numel for unit in engine.trained]
-        due = [unit for unit, is_due in zip(self.units, self.options.is_due(numels, engine.iteration), strict=True) if is_due or all_units]
-        self._exchange([unit for unit in due if unit is not None])
+        self.check_open()
+        if self._exchanged == self.engine.iteration:
+            return
+        numels = [unit.layout.numel for unit in self.engine.trained]
+        is_due = self.options.is_due(numels, self.engine.iteration)
+        due = [unit for unit, is_due_now in zip(self.units, is_due, strict=True) if unit is not None and is_due_now]
+        self._exchange(due, takes_means=self.options.takes_means(self.engine.iteration))
 
-    def _exchange(self, due: Sequence[OuterUnit]) -> None:
-        under_way: deque[OuterUnit] = deque()
-        for unit in due:
-            if len(under_way) == MOST_UNDER_WAY:
-                self._finish(under_way.popleft())
-            unit.begin(self._codecs, self.engine.iteration)
-            under_way.append(unit)
-        while under_way:
-            self._finish(under_way.popleft())
+    def take_means(self) -> None:
+        """Gives every island the mean of the inner weights of all, as at the end of a run: what they have learned since they last agreed.
+
+        Outer momentum stays as it is. Raises RuntimeError between a backward and the step of the engine that follows.
+        """
+        self.check_open()
+        self._exchange([unit for unit in self.units if unit is not None], takes_means=True)
+
+    def _exchange(self, due: Sequence[OuterUnit], *, takes_means: bool) -> None:
+        iteration, engine = self.engine.iteration, self.engine
+        self._exchanged = iteration
+        codecs = self._exact if iteration <= engine.options.full_precision_iterations else self._codecs
+        for index, unit in enumerate(due):
+            if index >= MOST_UNDER_WAY:
+                self._finish(due[index - MOST_UNDER_WAY])
+            unit.begin(codecs, iteration, takes_mean=takes_means)
+        for unit in due[-MOST_UNDER_WAY:]:
+            engine.write_before_use(unit.inner, partial(self._finish, unit))
 
     def _finish(self, unit: OuterUnit) -> None:
         self.engine.links.ledger.book(Category.OUTER, unit.finish())
-        self.engine.weights_changed(units=[unit.inner])
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
         """Gives the engine the outer weights, in the precision in which islands share them, for an evaluation or full_weights().
 
         They are the same on every island, and no byte crosses between islands. Inner weights wait in the sums of gradients meanwhile, and
-        the training goes on with the same bits. Do not train in this context. Raises RuntimeError between a backward and the step of the
-        engine that follows.
+        the training goes on with the same bits. Raises RuntimeError between a backward and the step of the engine that follows; in the
+        block, steps and exchanges raise it.
         """
+        self.check_open()
         engine = self.engine
-        engine.check_between_steps()
-        engine.finish_updates()
-        stored = [(unit, gradient.primary) for unit, gradient in zip(engine.trained, engine.gradients, strict=True)]
-        for inner, place in stored:
-            place.copy_(inner.main_regions())
-        for unit in self.units:
-            if unit is not None:
+        with engine.gradients_lent() as places:
+            for inner, place in zip(engine.trained, places, strict=True):
+                place.copy_(inner.main_regions())
+            for unit in filter(None, self.units):
                 unit.write_copy()
-        engine.weights_changed()
-        try:
-            yield
-        finally:
-            for inner, place in stored:
-                inner.finish_climbs()
-                inner.main_regions().copy_(place)
-                for part in place.parts():
-                    part.zero_()  # an update before the first backward takes them for gradients
             engine.weights_changed()
+            try:
+                yield
+            finally:
+                for inner, place in zip(engine.trained, places, strict=True):
+                    inner.finish_climbs()
+                    inner.main_regions().copy_(place)
+                engine.weights_changed()
 
-    def start_from_inner(self) -> None:
-        """Starts from the inner weights, without momentum. They must have the same values on every island, as after a load."""
+    def check_open(self) -> None:
+        """Raises RuntimeError within a step of the engine, and if it or this is closed. Then no update and no exchange is left."""
+        if self._is_closed:
+            raise RuntimeError("the outer steps are closed")
+        self.engine.check_between_steps()
         self.engine.finish_updates()
-        for unit in filter(None, self.units):
+
+    def resume(self, *, from_inner: bool) -> None:
+        """Goes on with weights that were loaded: outer weights, momentum and copies, or the inner weights alone.
+
+        from_inner: outer weights are the inner ones, which have the same values on every island, and there is no momentum.
+        """
+        self._exchanged = self.engine.iteration
+        for unit in filter(None, self.units if from_inner else ()):
             unit.start_from_inner()
 
     def state_bytes(self) -> int:
@@ -145,10 +165,12 @@ class OuterSteps:
 
     def close(self) -> None:
         """Ends what was made for outer steps alone. Every rank must call it, before it closes the engine."""
-        self.links.lanes.drain()
+        if self._is_closed:
+            return
+        self.engine.finish_updates()
+        self._is_closed, self.engine.is_joined = True, False
         if self._on_close is not None:
             self._on_close()
-            self._on_close = None
 
 
 def check_policy(engine: ZeroEngine) -> None:

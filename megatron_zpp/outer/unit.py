@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class OuterUnit:
         self._options = options
         self._paddings = tuple(layout.paddings(links.own_slice, 1))
         self.kept = KeptCopy(inner.name, layout, links, dtype, links.home(is_host=False))
+        self._payloads = cast(Tensor, self.kept.payloads)  # the storage of a copy that is on no full rung
         self.weight, self.momentum = (torch.zeros(layout.slice_numel, device=links.device) for _ in range(2))
         self._mean = torch.empty(0)
         self._hops: list[Hop] = []
@@ -73,13 +74,16 @@ class OuterUnit:
         self.momentum.zero_()
         self.kept.share()
 
-    def begin(self, codecs: OuterCodecs, iteration: int) -> None:
-        """Submits the hops of an exchange. x must not change until `finish`. iteration: random codes are drawn from it."""
+    def begin(self, codecs: OuterCodecs, iteration: int, *, takes_mean: bool) -> None:
+        """Submits the hops of an exchange. x must not change until `finish`.
+
+        iteration: random codes are drawn from it. takes_mean: whether w becomes the mean of x over the islands.
+        """
         layout, links, name = self.layout, self._links, self.inner.name
         gradient = Regions.of(torch.zeros(links.partitions * layout.slice_numel, device=links.device), layout.slice_shape)
         for (copy, x), (part, _) in zip(self._pairs(self.kept.values), self._pairs(gradient), strict=True):
             torch.sub(copy, x, out=part)
-        place = ("outer", name, iteration)
+        place = ("outer", name, self.inner.first_slice, iteration)
         of_gradients = codecs.gradients.with_noise_for(*place, links.data_rank).with_signs_for(links.topology, links.data_rank, *place)
         self._mean = torch.empty(layout.slice_numel, device=links.device)
         mean = Regions.of(self._mean, layout.slice_shape)
@@ -87,13 +91,10 @@ class OuterUnit:
         climb = self.kept.climb(Regions.of(self.weight, layout.slice_shape), codecs.differences, iteration)
 
         def step_and_encode(payload: Tensor) -> None:
-            self._step(mean, takes_mean=self._options.takes_means(iteration))
+            self._step(mean, takes_mean=takes_mean)
             climb.encode_own(payload)
 
-        payloads = self.kept.payloads
-        if payloads is None:
-            raise RuntimeError(f"unit {name}: an outer copy has storage of its own")
-        self._hops = [descent, links.climb_to_secondary(replace(climb, encode_own=step_and_encode), payloads, after=descent)]
+        self._hops = [descent, links.climb_to_secondary(replace(climb, encode_own=step_and_encode), self._payloads, after=descent)]
 
     def _step(self, mean: Regions, *, takes_mean: bool) -> None:
         """The outer step, with the bits of torch.optim.SGD. takes_mean: without momentum, at a rate of 1."""
@@ -107,7 +108,7 @@ class OuterUnit:
         self.weight.add_(self._mean.add(self.momentum, alpha=momentum), alpha=-self._options.outer_rate)
 
     def finish(self) -> Traffic:
-        """Waits for the exchange and writes x. The caller marks it as changed. Returns what the hops have brought."""
+        """Waits for the exchange and writes x. Returns what the hops have brought."""
         for hop in self._hops:
             self._links.lanes.wait(hop)
         traffic = sum((hop.traffic for hop in self._hops), Traffic())
@@ -120,10 +121,11 @@ class OuterUnit:
         self.inner.finish_climbs()  # which read x
         for copy, x in self._pairs(self.kept.values):
             x.copy_(copy)
+        self.inner.replace()
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors that hold w, b and c."""
-        return [self.weight, self.momentum, *([self.kept.payloads] if self.kept.payloads is not None else [])]
+        return [self.weight, self.momentum, self._payloads]
 
     def _pairs(self, parts: Regions) -> Iterator[tuple[Tensor, Tensor]]:
         """The values of parts [N] and the elements of x that they stand for. What is beyond the end of one of them is padding."""

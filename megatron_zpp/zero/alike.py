@@ -44,13 +44,15 @@ def _gather_texts(backend: WorldGather, device: torch.device, own: str, longest:
     return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in backend.gather_world(row).flatten(0, 1).tolist()]
 
 
-def check_alike(backend: WorldGather, device: torch.device, content: bytes, what: str, remedy: str = " (torch.manual_seed)") -> None:
-    """Raises UserError on every rank if `content` is not the same on all of them."""
+def check_alike(
+    backend: WorldGather, device: torch.device, content: bytes, what: str, remedy: str = " (torch.manual_seed)", member: str = "rank"
+) -> None:
+    """Raises UserError on every rank if `content` is not the same on all of them. member: what a rank of `backend` stands for."""
     number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
     numbers = backend.gather_world(torch.tensor([number], device=device)).flatten().tolist()
     others = [rank for rank, other in enumerate(numbers) if other != numbers[0]]
     if others:
-        raise UserError(f"the {what} of ranks {others} differ from those of rank 0; give every rank the same{remedy}")
+        raise UserError(f"the {what} of {member}s {others} differ from those of {member} 0; give every {member} the same{remedy}")
 
 
 def digest_of(parameters: Iterable[Tensor]) -> bytes:

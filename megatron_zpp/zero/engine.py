@@ -6,12 +6,14 @@ It reads one row of the policy table and one schedule. It never asks which ZeRO 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Links
 from megatron_zpp.parallel.specs import UnitSpec, Use
@@ -43,7 +45,7 @@ class ZeroEngine:
     Every rank must make the same calls in the same order. shard() makes an engine for any module (zero/shard.py).
     module: its parameters may be on the meta device; each is replaced by an nn.Parameter of its unit.
     units: of this rank, in the order of `unit_specs`. trained: those that are not frozen. gradients: of the trained units, in order.
-    options: with the policy of this world.
+    options: with the policy of this world. is_joined: whether outer steps join this engine with those of other islands (outer/steps.py).
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class ZeroEngine:
         schedule = training_schedule(uses, options.prefetch)
         groups = update_groups([unit.name for unit in self.trained], schedule.values(), at_once=self._home.runs_behind)
         self.optimizer = ShardedAdamW(self.trained, self.gradients, groups, options.adam, self._home.link)
+        self._writes: dict[str, Callable[[], None]] = {}  # by unit, in the order in which they were noted
         self._progress = GradientProgress()
         parts = (self.units, self.gradients, self.options, links)
-        self._pass = TrainingPass(module, uses, schedule, *parts, self._progress, before_climb=self.optimizer.later.reach)
+        self._pass = TrainingPass(module, uses, schedule, *parts, self._progress, before_climb=self._reach)
         self._step = OptimizerStep(*parts, self.optimizer, self._home, self._pass, loss_scaler or ConstantLossScaler())
+        self.is_joined = False
         self._on_close = on_close
         self._is_closed = False
 
@@ -175,20 +179,51 @@ class ZeroEngine:
         self.check_open()
         self._progress.check_used()
 
+    @contextmanager
+    def gradients_lent(self) -> Iterator[list[Regions]]:
+        """A block in which this rank's own slices of the sums of gradients, one for each trained unit, may hold anything.
+
+        Raises RuntimeError within a step. In the block no backward and no step are made.
+        """
+        self.check_open()
+        self._progress.lend()
+        lent = [gradient.primary for gradient in self.gradients]
+        try:
+            yield lent
+        finally:
+            for part in (part for regions in lent for part in regions.parts()):
+                part.zero_()  # an update before the first backward takes them for gradients
+            self._progress.take_back()
+
     def finish_updates(self) -> None:
         """Makes the updates that wait for the next forward. Call it before main weights or moments are read or written."""
         self.optimizer.later.finish()
+        while self._writes:
+            self._writes.pop(next(iter(self._writes)))()
 
-    def weights_changed(self, *, units: Collection[WeightUnit] | None = None, copies_are_filled: bool = False) -> None:
+    def write_before_use(self, unit: WeightUnit, write: Callable[[], None]) -> None:
+        """Has `write` change the main weights of a unit before they are used next, in `finish_updates` at the latest.
+
+        Noted between two steps. So what brings the new weights can be under way while units before this one compute.
+        """
+        self.check_between_steps()
+        self._writes[unit.name] = write
+
+    def _reach(self, unit: str) -> None:
+        """Does what is to be done before a unit climbs."""
+        self.optimizer.later.reach(unit)
+        if unit in self._writes:
+            self._writes.pop(unit)()
+
+    def weights_changed(self, *, copies_are_filled: bool = False) -> None:
         """Marks the weights on every rung as stale. Call it after any write to the main weights.
 
-        units: those whose main weights were written; by default all.
         copies_are_filled: whether this rank's slices of copies that are kept across steps have been written as well. Otherwise they are
         taken from the main weights. Raises RuntimeError if updates were not finished before the write: they would change what was written.
         """
         self.optimizer.later.check_finished()
         self._pass.end_step()
-        for unit in self.units if units is None else units:
+        for unit in self.units:
             unit.replace(copy_is_filled=copies_are_filled)
 
     @property
@@ -225,6 +260,7 @@ class ZeroEngine:
 
     def weight_norm(self) -> float:
         """The L2 norm of all main weights; every rank must call it."""
+        self.finish_updates()
         return self._step.weight_norm()
 
     def close(self) -> None:

@@ -40,6 +40,11 @@ class EngineOptions:
         """The options of units whose weights no step changes."""
         return replace(self, policy=self.policy.for_frozen())
 
+    def compared(self) -> dict[str, object]:
+        """What ranks that train together must have alike. Observers may differ."""
+        fields = {name: value for name, value in vars(self).items() if name != "observer"}
+        return {**fields, "make_codec": getattr(self.make_codec, "__qualname__", type(self.make_codec).__name__)}
+
     def codecs(self, iteration: int) -> tuple[LinkCodecs, LinkCodecs]:
         """The codecs of weights and those of gradients, after `iteration` steps. The policy must be that of the world."""
         policy = self.policy.in_full_precision() if iteration < self.full_precision_iterations else self.policy

@@ -7,7 +7,7 @@ import enum
 
 class _State(enum.Enum):
     """NONE: there are none yet. SOME: those of some micro-batches. ALL: those of all, which may still descend. MEAN: their mean.
-    USED: a mean that an update has used. BROKEN: those of a backward that has not come to its end.
+    USED: a mean that an update has used. BROKEN: those of a backward that has not come to its end. LENT: their memory holds something else.
     """
 
     NONE = "none"
@@ -16,17 +16,20 @@ class _State(enum.Enum):
     MEAN = "mean"
     USED = "used"
     BROKEN = "broken"
+    LENT = "lent"
 
 
 class GradientProgress:
     """The gradients of one step after the other. Each call raises RuntimeError if it is out of turn, and says which is due."""
 
     def __init__(self) -> None:
-        self._state = _State.NONE
+        self._state = self._before_loan = _State.NONE
         self._arrived: set[str] = set()  # the parameters whose gradients have come in this backward
 
     def check_usable(self) -> None:
-        """Raises RuntimeError if a backward has failed."""
+        """Raises RuntimeError if a backward has failed, or if the weights are not those that are trained."""
+        if self._state is _State.LENT:
+            raise RuntimeError("outer_weights() has put other weights in place of those that are trained; leave its block first")
         if self._state is _State.BROKEN:
             raise RuntimeError("an earlier engine.backward() failed, so some gradients are missing; make the module and its engine anew")
 
@@ -80,6 +83,15 @@ class GradientProgress:
         self.check_usable()
         if self._state not in (_State.NONE, _State.USED):
             raise RuntimeError("gradients have come that no update has used; call engine.step() first")
+
+    def lend(self) -> None:
+        """Lends the memory of gradients, which holds zeros when it comes back. Until then no gradient may come."""
+        self.check_used()
+        self._state, self._before_loan = _State.LENT, self._state
+
+    def take_back(self) -> None:
+        """Ends the loan."""
+        self._state = self._before_loan
 
     def end_update(self) -> None:
         """Ends the step."""

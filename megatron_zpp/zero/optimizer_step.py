@@ -181,8 +181,7 @@ class OptimizerStep:
         self._links.staging.clear()
 
     def weight_norm(self) -> float:
-        """The L2 norm of all main weights; every rank must call it."""
-        self._optimizer.later.finish()
+        """The L2 norm of all main weights; every rank must call it. No update may be left."""
         return weight_norm(self._units, self._links, self._weight_sums)
 
     @property

@@ -39,6 +39,7 @@ from megatron_zpp.ops import extension
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import end_world
+from megatron_zpp.parallel.islands import ranks_of_islands
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.system.user_error import UserError
@@ -115,7 +116,7 @@ def shard(
     backend: other collectives than those of torch.distributed, such as comm/backend.py:VirtualWorld, which runs a world as threads of one
         process; it brings its own grid, that of an island, and serves one engine.
     timeout: of a hop over torch.distributed; a rank that waits for another longer than this fails. Other collectives (the gradient norm,
-        full_weights) have the timeout of the default process group. Default: 10 minutes.
+        full_weights) have the timeout of the default process group, or with islands this one. Default: 10 minutes.
 
     Kernels that are built (python -m megatron_zpp.ops.extension) are loaded. On GPUs a policy that quantizes needs them, unless
     MEGATRON_ZPP_REFERENCE_OPS=1 is in the environment.
@@ -187,7 +188,7 @@ def shard(
     if backend is not None:
         made = WorldLinks.over(backend, device, options.observer)
     else:
-        made = WorldLinks.connect(grid, _runs(world_size, islands), device, timeout, options.observer)
+        made = WorldLinks.connect(grid, ranks_of_islands(world_size, islands), device, timeout, options.observer)
     remind = partial(_remind_to_close, rank)
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, made.links, loss_scaler, partial(_end, made, remind))
     if isinstance(backend, VirtualBackend):
@@ -244,12 +245,6 @@ def _world_size(backend: Backend | None) -> int:
     return dist.get_world_size() if has_world() else 1
 
 
-def _runs(world_size: int, count: int) -> list[range]:
-    """The ranks of a world as `count` runs of equal length."""
-    size = world_size // count
-    return [range(first, first + size) for first in range(0, world_size, size)]
-
-
 def _check_backend(backend: Backend | None) -> None:
     if isinstance(backend, VirtualBackend) and backend.serves_engine:
         raise UserError(
@@ -279,7 +274,9 @@ def _checked_grid(grid: Grid | None, backend: Backend | None, all_ranks: int, is
         raise UserError(f"the grid has {grid.context_ranks} context ranks, and shard() divides no sample among ranks; give one with 1")
     if grid.world_size != world_size:
         whose = "the world has" if islands == 1 else f"each of {islands} islands has"
-        raise UserError(f"the grid has {counted(grid.world_size, 'rank')} and {whose} {world_size}; give the grid of that many")
+        raise UserError(
+            f"the grid has {counted(grid.world_size, 'rank')} and {whose} {world_size}; give the grid of {counted(world_size, 'rank')}"
+        )
     if backend is not None and grid != backend.grid:
         raise UserError(f"the grid is {grid} and that of the backend is {backend.grid}; leave `grid` out")
     return grid
@@ -364,16 +361,14 @@ def _device(module: nn.Module, backend: Backend | None) -> torch.device:
 
 
 def _arguments_as_bytes(plan: ModulePlan, grid: Grid, options: EngineOptions, loss_scaler: LossScaler | None) -> bytes:
-    """Everything that must be the same on all ranks, except the first values. Observers may differ."""
+    """Everything that must be the same on all ranks, except the first values."""
     shapes = {
         path: (tuple(parameter.shape), parameter.dtype, parameter.is_meta, parameter.requires_grad)
         for path, parameter in plan.parameters.items()
     }
-    fields = {name: value for name, value in vars(options).items() if name != "observer"}
-    fields["make_codec"] = getattr(options.make_codec, "__qualname__", type(options.make_codec).__name__)
     scaler = None if loss_scaler is None else (type(loss_scaler).__name__, vars(loss_scaler))
     uses = tuple((use.module, use.units) for use in plan.uses)
-    return repr((shapes, uses, grid, fields, scaler)).encode()
+    return repr((shapes, uses, grid, options.compared(), scaler)).encode()
 
 
 def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initialize: Initializer | None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from functools import partial
@@ -159,8 +160,10 @@ def test_another_number_of_islands_starts_with_the_mean_of_inner_weights_and_wha
 def engine_alone(program: Callable[[Member], object], engine_options: EngineOptions = BF16) -> list[object]:
     """What `program` returns on each of two ranks that train as one; it uses the engine of the member alone."""
 
+    module = small_module()
+
     def run(backend: VirtualBackend) -> object:
-        engine = shard(small_module(), UNITS, engine_options, backend=backend)
+        engine = shard(copy.deepcopy(module), UNITS, engine_options, backend=backend)
         result = program(Member(engine, None))  # type: ignore[arg-type]
         engine.close()
         return result
@@ -275,6 +278,33 @@ def test_outer_steps_of_another_engine_are_refused(tmp_path: Path) -> None:
     run_islands(1, 1, lambda member: others.update({0: member}))
     with pytest.raises(ValueError, match="outer belongs to another engine"):
         run_world((1, 1), program, takes_turns=False)
+
+
+def test_joined_engines_save_and_load_as_one_and_not_while_they_show_outer_weights(tmp_path: Path) -> None:
+    def program(member: Member) -> None:
+        for call in (save, load):
+            with pytest.raises(ValueError, match="the engine is joined with those of other islands, and all of them save and load as one"):
+                call(member.engine, tmp_path)
+        with member.outer.outer_weights(), pytest.raises(RuntimeError, match="leave its block first"):
+            save(member.engine, tmp_path, outer=member.outer)
+        member.outer.close()
+        with pytest.raises(RuntimeError, match="outer steps are closed"):
+            save(member.engine, tmp_path, outer=member.outer)
+        save(member.engine, tmp_path / f"island {member.outer.island}")
+
+    run_islands(2, 2, program)
+
+
+def test_what_is_due_at_the_moment_of_a_save_is_not_exchanged_again_after_a_load(tmp_path: Path) -> None:
+    def program(member: Member) -> bool:
+        steps(member, 0, 8)
+        save(member.engine, tmp_path, outer=member.outer)
+        load(member.engine, tmp_path, outer=member.outer)
+        before = state(member)
+        member.outer.step()
+        return all(map(torch.equal, before, state(member)))
+
+    assert all(run_islands(2, 2, program, BF16, OPTIONS))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,9 @@ def test_a_model_learns_on_islands_about_as_well_as_on_one_with_few_bytes_betwee
     printed, second = ranks.run(2, 1, output_of_example, "outer_steps", "--steps", 48)
     assert second == ""
     assert losses(printed)[-1] == pytest.approx(last, rel=0.03)
-    received = [int(number) for number in re.findall(r"(\d+) bytes have come", printed)]  # after 1, 16, 32 and 48 steps, and at the end
+    received = [
+        int(number) for number in re.findall(r"(\d+) bytes have come into", printed)
+    ]  # after 1, 16, 32 and 48 steps, and at the end
     of_all_units = received[0]
     parameters = 256 * 96 + 64 * 96 + 3 * (12 * 96 * 96 + 13 * 96) + 2 * 96 + 96 * 256 + 256
     # Half of the model goes each way in 3 bits and the scales; what is more is padding, and gains and biases in 16 bits.

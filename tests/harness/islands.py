@@ -19,6 +19,7 @@ from megatron_zpp.outer.join import join_islands
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.islands import ranks_of_columns, ranks_of_islands
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import LossScaler
@@ -88,9 +89,10 @@ def join(
 
 def parts_of(backend: VirtualBackend, ranks: int) -> tuple[VirtualBackend, VirtualBackend]:
     """The island of a rank, in a world of nodes of `ranks` ranks that are an island each, and its column."""
-    islands, first = backend.grid.world_size // ranks, backend.rank // ranks * ranks
-    column = range(backend.rank % ranks, islands * ranks, ranks)
-    return backend.part(Grid.of_nodes(1, ranks), range(first, first + ranks)), backend.part(Grid.of_nodes(islands, 1), column)
+    islands = backend.grid.world_size // ranks
+    of_island = ranks_of_islands(backend.grid.world_size, islands)[backend.rank // ranks]
+    column = ranks_of_columns(backend.grid.world_size, islands)[backend.rank % ranks]
+    return backend.part(Grid.of_nodes(1, ranks), of_island), backend.part(Grid.of_nodes(islands, 1), column)
 
 
 def run_islands(

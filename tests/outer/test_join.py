@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from megatron_zpp.checkpoint.sharded_module import load, save
 from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.codecs import make_codec
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.outer.join import join_islands
 from megatron_zpp.outer.options import OuterOptions
+from megatron_zpp.outer.unit import OuterUnit
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import LEAN, POLICIES
@@ -165,22 +167,65 @@ def test_islands_that_have_other_weights_are_told_so_on_every_rank() -> None:
 
     run_world((2, 2), program)
     assert len(said) == 4
-    assert all("the main weights of ranks [1] differ from those of rank 0" in text for text in said)
+    assert all("the main weights of islands [1] differ from those of island 0; give every island the same" in text for text in said)
 
 
 @pytest.mark.virtual
-def test_islands_with_other_options_are_told_so_on_every_rank() -> None:
+@pytest.mark.parametrize(
+    ("engine_options", "options"),
+    [
+        (EngineOptions(), OuterOptions(period=4)),
+        (EngineOptions(POLICIES[0]), OuterOptions()),
+        (EngineOptions(noise_seed=1), OuterOptions()),
+        (IN_BF16, OuterOptions()),
+        (replace(EngineOptions(), make_codec=lambda *arguments: make_codec(*arguments)), OuterOptions()),
+    ],
+    ids=["period", "policy", "seed", "dtype", "codecs"],
+)
+def test_islands_with_other_options_are_told_so_on_every_rank(engine_options: EngineOptions, options: OuterOptions) -> None:
     said = []
 
     def program(backend: VirtualBackend) -> None:
+        own = (engine_options, options) if backend.rank // 2 else (EngineOptions(), OuterOptions())
         try:
-            join(small_module(), *parts_of(backend, 2), EngineOptions(), OuterOptions(period=4 + backend.rank // 2))
+            join(small_module(), *parts_of(backend, 2), *own)
         except ValueError as error:
             said.append(str(error))
 
     run_world((2, 2), program)
     assert len(said) == 4
-    assert all("options of outer steps" in text for text in said)
+    assert all("options of outer steps, or of engines, of ranks [2, 3] differ from those of rank 0" in text for text in said)
+
+
+def groups_after_an_error_on_rank_1() -> tuple[str, int]:
+    """What is said on this rank, and how many process groups are left of what was made to join."""
+    dist.init_process_group("gloo")
+    module = small_module()
+    engine = shard(module, [name for name, _ in module.named_children()], islands=2)
+    before = len(dist.distributed_c10d._world.pg_map)
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(OuterUnit, "__init__", _no_memory)
+        try:
+            join_islands(engine)
+        except (ValueError, MemoryError) as error:
+            said = repr(error)
+    left = len(dist.distributed_c10d._world.pg_map) - before
+    engine.close()
+    leave_world()
+    return said, left
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError("no room")
+
+
+@pytest.mark.gloo
+def test_an_error_on_one_rank_is_told_on_those_of_all_islands_and_leaves_no_group(ranks: RankPool) -> None:
+    for rank, (said, left) in enumerate(ranks.run(2, 2, groups_after_an_error_on_rank_1)):
+        assert said == ("MemoryError('no room')" if rank == 1 else "UserError(\"MemoryError('no room') (on rank 1)\")")
+        assert left == 0
 
 
 @pytest.mark.virtual
@@ -214,4 +259,4 @@ def test_lean_between_the_nodes_of_an_island_is_refused() -> None:
 
 @pytest.mark.virtual
 def test_lean_inside_of_a_node_needs_no_copies_and_is_joined() -> None:
-    run_islands(2, 2, lambda member: member.outer.step(all_units=True), EngineOptions(LEAN, dtype=torch.bfloat16))
+    run_islands(2, 2, lambda member: member.outer.take_means(), EngineOptions(LEAN, dtype=torch.bfloat16))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -13,13 +13,16 @@ from harness.islands import RATE, UNITS, Member, loss_of, run_islands, samples, 
 from harness.small_engine import random_pauses
 from torch import Tensor, nn
 
-from megatron_zpp.comm.code import EXACT, Code, SliceShape
+from megatron_zpp.comm.code import EXACT, Code, Rotation, Rounding, SliceShape
+from megatron_zpp.comm.codec import Codec, Regions
+from megatron_zpp.comm.codecs import CastCodec
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.outer.unit import OuterUnit
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_quantized_gradients
+from megatron_zpp.zero.schedule import Prefetch
 
 pytestmark = pytest.mark.virtual
 
@@ -165,15 +168,128 @@ def test_one_island_alone_takes_outer_steps_too() -> None:
     torch.testing.assert_close(outer, (weights_of(small_module()) + inner) / 2, rtol=0, atol=1e-6)
 
 
-def test_at_the_end_every_unit_can_be_exchanged() -> None:
-    def program(member: Member) -> tuple[list[Tensor], Tensor]:
+def test_at_the_end_all_islands_can_take_the_mean_of_what_they_have_learned_and_momentum_stays() -> None:
+    def program(member: Member) -> tuple[Tensor, Tensor, Tensor]:
         trained(member, 5)
-        member.outer.step(all_units=True)
-        return [unit.weight - flat(unit.kept.own) for unit in units_of(member)], member.weights()
+        momentum = torch.cat([unit.momentum for unit in units_of(member)])
+        inner = member.weights()
+        member.outer.take_means()
+        means = member.weights()
+        assert torch.equal(torch.cat([unit.momentum for unit in units_of(member)]), momentum)
+        member.outer.take_means()
+        return inner, means, member.weights()
 
-    found = run_islands(2, 2, program, options=EXACTLY)
-    assert all(torch.equal(weights, found[0][1]) for _, weights in found)
-    assert not any(difference.any() for differences, _ in found for difference in differences)
+    first, _, second, _ = run_islands(2, 2, program, options=EXACTLY)
+    assert torch.equal(first[1], second[1])
+    torch.testing.assert_close(first[1], (first[0] + second[0]) / 2, rtol=0, atol=2**-23)
+    torch.testing.assert_close(first[2], first[1], rtol=0, atol=2**-23)
+
+
+def test_a_second_call_after_one_step_does_nothing() -> None:
+    def program(member: Member) -> bool:
+        trained(member, 4)
+        weights, momentum = member.weights(), torch.cat([unit.momentum for unit in units_of(member)])
+        member.outer.step()
+        return torch.equal(member.weights(), weights) and torch.equal(torch.cat([unit.momentum for unit in units_of(member)]), momentum)
+
+    assert all(run_islands(2, 2, program, options=replace(EXACTLY, is_staggered=False)))
+
+
+def test_an_exchange_is_under_way_until_its_unit_is_needed() -> None:
+    """Units before it compute meanwhile."""
+    events: list[str] = []
+
+    def program(member: Member) -> None:
+        member.train(0)
+        for unit, name in zip(units_of(member), UNITS, strict=True):
+
+            def finishes(unit: OuterUnit = unit, name: str = name) -> Traffic:
+                events.append(f"exchanged {name}")
+                return OuterUnit.finish(unit)
+
+            unit.finish = finishes  # type: ignore[method-assign]
+        for name in UNITS:
+            member.engine.module.get_submodule(name).register_forward_hook(lambda *_, name=name: events.append(f"computed {name}"))
+        member.train(1)
+        events.clear()
+        member.outer.step()  # the second half of the model is due
+        events.append("step")
+        member.train(2)
+
+    not_ahead = replace(FP32, prefetch=Prefetch(0, 0))
+    run_islands(1, 1, program, not_ahead, replace(EXACTLY, period=2, is_staggered=False))
+    of_last = ["exchanged 2", "computed 2", "exchanged 3", "computed 3"]
+    assert events == ["exchanged 0", "exchanged 1", "step", "computed 0", "computed 1", *of_last]
+
+
+def test_first_exchanges_are_exact_where_the_engine_trains_in_full_precision_at_first() -> None:
+    def weights(options: OuterOptions, iterations: int) -> list[Tensor]:
+        engine_options = replace(FP32, full_precision_iterations=iterations)
+        return run_islands(2, 2, lambda member: trained(member, 6)[1], engine_options, options)
+
+    exact = weights(EXACTLY, 0)
+    assert all(map(torch.equal, weights(IN_3_BITS, 6), exact))
+    assert not any(map(torch.equal, weights(IN_3_BITS, 4), exact))
+
+
+@dataclass(frozen=True)
+class OwnCodec(CastCodec):
+    """Like that of exact values, and not equal to it."""
+
+
+def test_one_island_keeps_its_values_whatever_codecs_the_program_has() -> None:
+    def make(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
+        return OwnCodec(dtype)
+
+    def weights(engine_options: EngineOptions) -> list[Tensor]:
+        return run_islands(1, 2, lambda member: trained(member, 6)[1], engine_options, IN_3_BITS)
+
+    assert all(map(torch.equal, weights(replace(FP32, make_codec=make)), weights(FP32)))
+
+
+@pytest.mark.parametrize("code", [Code(8), Code(8, Rotation.HADAMARD), Code(8, rounding=Rounding.STOCHASTIC), Code.gaussian(3, rounds=1)])
+def test_padding_stays_zero(code: Code) -> None:
+    def program(member: Member) -> list[bool]:
+        trained(member, 8)
+        member.engine.finish_updates()
+        found = []
+        for unit in units_of(member):
+            own = unit.layout.slice_shape
+            for values in (Regions.of(unit.weight, own), Regions.of(unit.momentum, own), unit.kept.own):
+                paddings = unit.layout.paddings(member.outer.links.own_slice, 1)
+                found += [bool(values.range(padding.start, padding.stop).any()) for padding in paddings]
+            inner = unit.inner.layout
+            paddings = inner.paddings(unit.inner.first_slice, 1)
+            found += [bool(unit.inner.main_regions().range(padding.start, padding.stop).any()) for padding in paddings]
+        return found
+
+    found = [is_filled for of_rank in run_islands(2, 2, program, options=replace(IN_3_BITS, gradient_code=code)) for is_filled in of_rank]
+    assert len(found) > 40
+    assert not any(found)
+
+
+@dataclass(frozen=True)
+class KeyedCodec(CastCodec):
+    """Records the keys that it is given."""
+
+    seen: ClassVar[list[int]] = []
+
+    def with_noise(self, key: int) -> Codec:
+        self.seen.append(key)
+        return self
+
+
+def test_stochastic_rounding_draws_other_numbers_on_every_rank_for_every_unit_and_exchange() -> None:
+    KeyedCodec.seen.clear()
+
+    def make(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
+        return KeyedCodec(dtype) if code == Code(8) else CastCodec(dtype)
+
+    options = replace(EXACTLY, gradient_code=Code(8), period=1)
+    run_islands(2, 2, lambda member: trained(member, 3), replace(FP32, make_codec=make), options)
+    # A codec for each link of a ladder, of which a column has one. The last unit, a small one, is all on the first rank of an island.
+    of_exchanges = 2 * 3 * (2 * len(UNITS) + 2 * (len(UNITS) - 1))
+    assert len(set(KeyedCodec.seen)) == len(KeyedCodec.seen) == of_exchanges
 
 
 # ---- what is equal, and where
@@ -200,6 +316,7 @@ def watched(member: Member, steps: int) -> list[Exchanged]:
         due = member.outer.options.is_due(numels, member.engine.iteration)
         before = [None if unit is None else flat(unit.kept.own).float() for unit in member.outer.units]
         member.outer.step()
+        member.engine.finish_updates()
         for unit, is_due, own in zip(member.outer.units, due, before, strict=True):
             if is_due and unit is not None and own is not None:
                 pairs = list(unit._pairs(unit.kept.values))
@@ -254,7 +371,7 @@ def test_what_one_island_has_learned_reaches_the_other_in_3_bits_almost_as_exact
 
     def program(member: Member) -> Tensor:
         trained(member, 16)
-        member.outer.step(all_units=True)
+        member.outer.take_means()
         return member.weights()
 
     first = weights_of(small_module())
@@ -286,6 +403,7 @@ def test_an_evaluation_reads_the_same_weights_everywhere_moves_no_byte_between_i
         ledger = member.engine.links.ledger
         for step in range(8):
             if evaluates:
+                member.engine.finish_updates()  # an exchange that is under way
                 before = ledger.total(Category.OUTER)
                 with member.outer.outer_weights(), torch.no_grad():
                     seen.append(loss_of(member.engine.module, samples(99, 0).bfloat16()).item())
@@ -312,6 +430,64 @@ def test_after_an_evaluation_before_the_first_step_gradients_are_zeros_still() -
         return member.engine.step(RATE).grad_norm
 
     assert run_islands(2, 2, program) == [0.0] * 4
+
+
+@pytest.mark.parametrize("fails_at", ["once", "in a forward"])
+def test_after_an_error_in_an_evaluation_training_goes_on_with_the_same_bits(fails_at: str) -> None:
+    def program(member: Member, *, fails: bool) -> tuple[list[float], Tensor]:
+        losses = []
+        for step in range(6):
+            if fails:
+                with pytest.raises(ArithmeticError), member.outer.outer_weights(), torch.no_grad():
+                    if fails_at == "in a forward":
+                        hook = member.engine.module.get_submodule("1").register_forward_hook(_fail)
+                        try:
+                            member.engine.module(samples(0, 0))
+                        finally:
+                            hook.remove()
+                    raise ArithmeticError
+            losses.append(member.train(step))
+            member.outer.step()
+        return losses, member.weights()
+
+    failed, plain = (run_islands(2, 2, partial(program, fails=fails), options=IN_3_BITS) for fails in (True, False))
+    for (losses, weights), (expected_losses, expected) in zip(failed, plain, strict=True):
+        assert losses == expected_losses
+        assert torch.equal(weights, expected)
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+def test_nothing_trains_while_outer_weights_are_shown() -> None:
+    def program(member: Member) -> bool:
+        trained(member, 3)
+        before = member.weights()
+        with member.outer.outer_weights():
+            loss = loss_of(member.engine.module, samples(0, 0))
+            for call in (
+                lambda: member.engine.backward(loss),
+                lambda: member.engine.step(RATE),
+                member.outer.step,
+                member.outer.take_means,
+                lambda: member.outer.outer_weights().__enter__(),
+            ):
+                with pytest.raises(RuntimeError, match=r"outer_weights\(\) has put other weights in place.*leave its block first"):
+                    call()
+        return torch.equal(member.weights(), before)
+
+    assert all(run_islands(2, 2, program, options=IN_3_BITS))
+
+
+def test_closed_outer_steps_refuse_every_call() -> None:
+    def program(member: Member) -> None:
+        member.outer.close()
+        for call in (member.outer.step, member.outer.take_means, lambda: member.outer.outer_weights().__enter__()):
+            with pytest.raises(RuntimeError, match="the outer steps are closed"):
+                call()
+
+    run_islands(2, 1, program)
 
 
 def test_weights_are_neither_exchanged_nor_evaluated_between_a_backward_and_its_step() -> None:
@@ -354,6 +530,7 @@ def test_each_step_moves_the_payloads_of_its_due_units_between_islands_and_nothi
             member.train(step)
             before = ledger.total(Category.OUTER)
             member.outer.step()
+            member.engine.finish_updates()  # until then an exchange is under way
             moved.append((ledger.total(Category.OUTER) - before).inter_bytes)
             due = options.is_due(numels, step + 1)
             shapes = [unit.layout.slice_shape for unit, is_due in zip(member.outer.units, due, strict=True) if is_due and unit is not None]
@@ -389,22 +566,25 @@ def test_an_exchange_holds_two_units_beside_what_stays() -> None:
         begin, finish = OuterUnit.begin, OuterUnit.finish
         for unit in units_of(member):
 
-            def begins(*arguments: object, unit: OuterUnit = unit) -> None:
+            def begins(*arguments: object, unit: OuterUnit = unit, takes_mean: bool) -> None:
                 nonlocal most
                 begun.add(unit)
                 most = max(most, len(begun))
-                begin(unit, *arguments)  # type: ignore[arg-type]
+                begin(unit, *arguments, takes_mean=takes_mean)  # type: ignore[arg-type]
 
             def finishes(unit: OuterUnit = unit) -> Traffic:
                 begun.discard(unit)
                 return finish(unit)
 
             unit.begin, unit.finish = begins, finishes  # type: ignore[method-assign, assignment]
-        member.outer.step(all_units=True)
+        member.outer.take_means()
+        assert len(begun) == 2
+        member.engine.finish_updates()
+        assert not begun
         return most
 
     assert run_islands(2, 1, program) == [2, 2]
 
 
 def test_codes_that_are_exact_suit_blocks_of_any_size() -> None:
-    run_islands(2, 1, lambda member: member.outer.step(all_units=True), replace(FP32, block_numel=32), EXACTLY)
+    run_islands(2, 1, lambda member: member.outer.take_means(), replace(FP32, block_numel=32), EXACTLY)
