@@ -222,6 +222,17 @@ def test_an_exchange_is_under_way_until_its_unit_is_needed() -> None:
     assert events == ["exchanged 0", "exchanged 1", "step", "computed 0", "computed 1", *of_last]
 
 
+def test_what_is_under_way_at_the_end_is_waited_for() -> None:
+    def program(member: Member) -> None:
+        member.train(0)
+        member.outer.step()
+        assert member.engine._writes
+        member.outer.close()
+        assert not member.engine._writes
+
+    run_islands(2, 1, program, options=replace(EXACTLY, period=1))
+
+
 def test_first_exchanges_are_exact_where_the_engine_trains_in_full_precision_at_first() -> None:
     def weights(options: OuterOptions, iterations: int) -> list[Tensor]:
         engine_options = replace(FP32, full_precision_iterations=iterations)
