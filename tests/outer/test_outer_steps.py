@@ -233,6 +233,21 @@ def test_what_is_under_way_at_the_end_is_waited_for() -> None:
     run_islands(2, 1, program, options=replace(EXACTLY, period=1))
 
 
+def test_the_norm_of_weights_is_that_after_the_exchange_which_is_under_way() -> None:
+    def program(member: Member) -> tuple[float, float]:
+        member.train(0)
+        member.outer.step()
+        return member.engine.weight_norm(), member.weights().double().norm().item()
+
+    first, second = run_islands(2, 1, program, options=replace(EXACTLY, period=1))
+    assert first == second
+    assert first[0] == pytest.approx(first[1], rel=1e-12)
+
+
+def test_ranks_of_all_islands_are_counted_island_after_island() -> None:
+    assert run_islands(2, 3, lambda member: member.outer.everyone.rank) == list(range(6))
+
+
 def test_first_exchanges_are_exact_where_the_engine_trains_in_full_precision_at_first() -> None:
     def weights(options: OuterOptions, iterations: int) -> list[Tensor]:
         engine_options = replace(FP32, full_precision_iterations=iterations)
