@@ -3,7 +3,7 @@
     python -m benchmarks.loss_parity
     python -m benchmarks.loss_parity --groups first --seeds 9 10 11 12
     python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8
-    python -m benchmarks.loss_parity --model islands --groups islands --train-iters 600
+    python -m benchmarks.loss_parity --model islands --groups islands --train-iters 400
     python -m benchmarks.loss_parity --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one

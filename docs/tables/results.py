@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -226,12 +226,15 @@ PAIRS = (
 )
 
 
-def seed_by_seed() -> str:
+ISLAND_PAIRS = (("islands, every 16 steps", "islands, every 16 steps, 16 bits"),)
+
+
+def seed_by_seed(study: str, pairs: Sequence[tuple[str, str]]) -> str:
     """Differences of two settings' gaps, over the seeds that both have with their plain runs."""
-    by_place = {(one.setting, one.seed): one.validation_loss for one in outcomes("loss_parity")}
-    settings = {name: gap.setting for name, gap in gaps("loss_parity").items()}
+    by_place = {(one.setting, one.seed): one.validation_loss for one in outcomes(study)}
+    settings = {name: gap.setting for name, gap in gaps(study).items()}
     lines = []
-    for pair in PAIRS:
+    for pair in pairs:
         needed = {setting for name in pair for setting in (name, plain_of(settings[name]).name)}
         seeds = [seed for setting, seed in by_place if setting == pair[0] and all((one, seed) in by_place for one in needed)]
         own, others = (
@@ -316,7 +319,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss_islands": partial(losses, "loss_islands"),
     "loss_wide": partial(losses, "loss_parity_wide"),
     "loss_models": models_of_the_study,
-    "loss_pairs": seed_by_seed,
+    "loss_pairs": partial(seed_by_seed, "loss_parity", PAIRS),
+    "loss_islands_pair": partial(seed_by_seed, "loss_islands", ISLAND_PAIRS),
     "levels": levels,
     "code_errors": errors_of_codes,
     "code_slopes": slopes,

@@ -128,7 +128,7 @@ def test_too_short_a_text_is_refused() -> None:
 
 
 @pytest.mark.virtual
-@pytest.mark.parametrize("name", ["ZeRO-3", "lean, signs shared by senders"])
+@pytest.mark.parametrize("name", ["ZeRO-3", "lean, signs shared by senders", "islands, every 16 steps"])
 def test_ranks_that_take_turns_train_as_ranks_that_run_at_once_with_threads_for_lanes(
     tiny_runs: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -182,7 +182,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python -m benchmarks.loss_parity": LOSS_STUDY,
     "python -m benchmarks.loss_parity --groups first --seeds 9 10 11 12": LOSS_STUDY,
     "python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8": LOSS_STUDY,
-    "python -m benchmarks.loss_parity --model islands --groups islands --train-iters 600": LOSS_STUDY,
+    "python -m benchmarks.loss_parity --model islands --groups islands --train-iters 400": LOSS_STUDY,
     "python -m benchmarks.loss_parity --report-only": LOSS_STUDY,
     "python -m benchmarks.train_step ...": BENCHMARK,
     "python -m benchmarks.train_step --peers fsdp2 deepspeed": (
