@@ -108,7 +108,7 @@ ISLANDS = (
     Setting("islands, every 16 steps, 16 bits", outer=replace(EVERY_16, gradient_code=EXACT, difference_code=EXACT)),
     Setting("islands, every 16 steps", outer=EVERY_16),
 )
-HALF_RATE = tuple(replace(setting, name=f"{setting.name}, half the rate", rate_factor=0.5) for setting in (*FIRST, *ISLANDS[1:]))
+HALF_RATE = tuple(replace(setting, name=f"{setting.name}, half the rate", rate_factor=0.5) for setting in FIRST)
 SETTINGS = {setting.name: setting for setting in (*FIRST, *SECOND, *ISLANDS, *HALF_RATE)}
 GROUPS = {"rows": ROWS, "first": FIRST, "second": SECOND, "islands": ISLANDS, "half-rate": HALF_RATE}
 

@@ -25,8 +25,6 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.outer.steps import OuterSteps
-from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.islands import ranks_of_columns, ranks_of_islands
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import choose_policy, grid_of
@@ -124,7 +122,8 @@ class _Rank:
         self._rate_factor = setting.rate_factor * (1.0 + setting.perturbation)
         self._samples = config.training.global_batch_size
         self._rank, self._ranks = backend.rank, backend.grid.world_size
-        own = backend if setting.outer is None else _island_of(backend)
+        island, column = backend.on_islands(NODES)
+        own = backend if setting.outer is None else island
         dtype = working_dtype(config.precision)
         self._model = GPT(config.model, VOCABULARY, config.training.seed, dtype)
         self._ledger = Ledger(own.grid, own.rank)
@@ -140,7 +139,7 @@ class _Rank:
             make_codec=setting.make_codec,
         )
         self._engine = ZeroEngine(self._model, self._model.unit_specs(), self._model.uses(), options, links)
-        self._outer = None if setting.outer is None else self._join(setting.outer, _column_of(backend))
+        self._outer = None if setting.outer is None else self._join(setting.outer, column)
 
     def _join(self, options: OuterOptions, column: VirtualBackend) -> OuterSteps:
         links = Links(column, InlineLanes(), Ledger(column.grid, column.rank), CPU)
@@ -193,16 +192,6 @@ class _Rank:
             for segment in unit.layout.segments(unit.first_slice, unit.slices):
                 stop = segment.offset + segment.stop - segment.start
                 yield segment.spec.name, segment.start, unit.main_weight[segment.offset : stop].clone()
-
-
-def _island_of(backend: VirtualBackend) -> VirtualBackend:
-    """The backend of this rank among those of its node."""
-    return backend.part(Grid.of_nodes(1, RANKS_PER_NODE), ranks_of_islands(NODES * RANKS_PER_NODE, NODES)[backend.rank // RANKS_PER_NODE])
-
-
-def _column_of(backend: VirtualBackend) -> VirtualBackend:
-    """The backend of this rank among those at its place on every node."""
-    return backend.part(Grid.of_nodes(NODES, 1), ranks_of_columns(NODES * RANKS_PER_NODE, NODES)[backend.rank % RANKS_PER_NODE])
 
 
 def _mean_loss(model: Any, tokens: Tensor, labels: Tensor) -> float:

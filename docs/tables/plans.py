@@ -18,6 +18,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
 from megatron_zpp.model.flops import hardware_flops
+from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.training.hardware import CONSTANTS, GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.members import MEMBERS, PlannedWorld
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, KEPT_INPUTS, OPTIMIZER, OTHER, PAYLOADS, WEIGHTS
@@ -255,10 +256,11 @@ def _code(flags: str) -> str:
 # ---- islands
 
 
+OUTER = OuterOptions()
 LARGE_SLICE = SliceShape(1 << 24, 0)  # so large that padding and exact values are nothing
 OUTER_CODES = {
-    "3 bits both ways": (Code.gaussian(3, rounds=2), Code.gaussian(3, rounds=1)),
-    "3 bits, changes in 1": (Code.gaussian(3, rounds=2), Code.gaussian(1, rounds=1)),
+    "3 bits both ways": (OUTER.gradient_code, OUTER.difference_code),
+    "3 bits, changes in 1": (OUTER.gradient_code, Code.gaussian(1, rounds=1)),
     "16 bits": (EXACT, EXACT),
 }
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.islands import ranks_of_columns, ranks_of_islands
 from megatron_zpp.parallel.topology import Lane, Link
 
 
@@ -235,6 +236,13 @@ class VirtualBackend:
     def part(self, grid: Grid, ranks: Sequence[int]) -> VirtualBackend:
         """The backend of this rank in a world of `ranks` alone, arranged as `grid` says. No other part may have the same ranks."""
         return VirtualBackend(self.world, ranks.index(self.rank), grid, tuple(ranks))
+
+    def on_islands(self, islands: int) -> tuple[VirtualBackend, VirtualBackend]:
+        """The backend of this rank among those of its island, and among those that have its place on each, where every island is a node."""
+        world_size = self.grid.world_size
+        island, place = divmod(self.rank, world_size // islands)
+        of_island, column = ranks_of_islands(world_size, islands)[island], ranks_of_columns(world_size, islands)[place]
+        return self.part(Grid.of_nodes(1, len(of_island)), of_island), self.part(Grid.of_nodes(islands, 1), column)
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
         members = self._members[lane.link]

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from torch import Tensor
-
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes
 from megatron_zpp.comm.codecs import CastCodec, LinkCodecs
 from megatron_zpp.comm.ledger import Category
@@ -16,7 +14,7 @@ from megatron_zpp.outer.all_islands import AllIslands
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.outer.unit import OuterCodecs, OuterUnit, outer_layout
 from megatron_zpp.system.user_error import UserError
-from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine, storage_bytes
 from megatron_zpp.zero.policy import Rung
 
 MOST_UNDER_WAY = 2  # exchanges; each holds the outer gradient of a unit until it has ended
@@ -160,8 +158,7 @@ class OuterSteps:
 
     def state_bytes(self) -> int:
         """Bytes of outer weights, momentum and copies on this rank."""
-        tensors: list[Tensor] = [tensor for unit in self.units if unit is not None for tensor in unit.live_tensors()]
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return storage_bytes([tensor for unit in self.units if unit is not None for tensor in unit.live_tensors()])
 
     def close(self) -> None:
         """Ends what was made for outer steps alone. Every rank must call it, before it closes the engine."""

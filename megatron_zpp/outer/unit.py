@@ -61,7 +61,6 @@ class OuterUnit:
         self.kept = KeptCopy(inner.name, layout, links, dtype, links.home(is_host=False))
         self._payloads = cast(Tensor, self.kept.payloads)  # the storage of a copy that is on no full rung
         self.weight, self.momentum = (torch.zeros(layout.slice_numel, device=links.device) for _ in range(2))
-        self._mean = torch.empty(0)
         self._hops: list[Hop] = []
         self.start_from_inner()
 
@@ -85,9 +84,8 @@ class OuterUnit:
             torch.sub(copy, x, out=part)
         place = ("outer", name, self.inner.first_slice, iteration)
         of_gradients = codecs.gradients.with_noise_for(*place, links.data_rank).with_signs_for(links.topology, links.data_rank, *place)
-        self._mean = torch.empty(layout.slice_numel, device=links.device)
-        mean = Regions.of(self._mean, layout.slice_shape)
-        descent = links.descend_from_secondary(name, of_gradients.inter, gradient, mean, accumulate=False)
+        mean = torch.empty(layout.slice_numel, device=links.device)
+        descent = links.descend_from_secondary(name, of_gradients.inter, gradient, Regions.of(mean, layout.slice_shape), accumulate=False)
         climb = self.kept.climb(Regions.of(self.weight, layout.slice_shape), codecs.differences, iteration)
 
         def step_and_encode(payload: Tensor) -> None:
@@ -96,23 +94,26 @@ class OuterUnit:
 
         self._hops = [descent, links.climb_to_secondary(replace(climb, encode_own=step_and_encode), self._payloads, after=descent)]
 
-    def _step(self, mean: Regions, *, takes_mean: bool) -> None:
-        """The outer step, with the bits of torch.optim.SGD. takes_mean: without momentum, at a rate of 1."""
+    def _step(self, mean: Tensor, *, takes_mean: bool) -> None:
+        """The outer step by the mean outer gradient [1 part], with the bits of torch.optim.SGD.
+
+        takes_mean: without momentum, at a rate of 1.
+        """
         for padding in self._paddings:
-            mean.range(padding.start, padding.stop).zero_()  # codes write errors there
+            mean[padding.start : padding.stop].zero_()  # codes write errors there
         if takes_mean:
-            self.weight.sub_(self._mean)
+            self.weight.sub_(mean)
             return
         momentum = self._options.momentum
-        self.momentum.mul_(momentum).add_(self._mean)
-        self.weight.add_(self._mean.add(self.momentum, alpha=momentum), alpha=-self._options.outer_rate)
+        self.momentum.mul_(momentum).add_(mean)
+        self.weight.add_(mean.add(self.momentum, alpha=momentum), alpha=-self._options.outer_rate)
 
     def finish(self) -> Traffic:
         """Waits for the exchange and writes x. Returns what the hops have brought."""
         for hop in self._hops:
             self._links.lanes.wait(hop)
         traffic = sum((hop.traffic for hop in self._hops), Traffic())
-        self._hops, self._mean = [], torch.empty(0)
+        self._hops = []
         self.write_copy()
         return traffic
 
@@ -140,20 +141,11 @@ def outer_layout(inner: FlatLayout, own_slice: int, islands: int) -> FlatLayout 
 
     Its parameters are the runs of elements between paddings: a run begins where a block begins, as parameters do.
     """
-    boundary, end = inner.slice_shape.blocks, inner.slice_numel
-    paddings = [*inner.paddings(own_slice, 1), Range(end, end)]
-    runs, start = [], 0
-    for padding in paddings:
-        runs += [(first, stop) for first, stop in _cut(start, padding.start, boundary) if first < stop]
-        start = padding.stop
-    params = [_run(first, stop, is_exact=first >= boundary) for first, stop in runs]
+    params = [_run(run, is_exact=run.start >= inner.slice_shape.blocks) for run in inner.runs(own_slice, 1)]
     return FlatLayout(params, islands, inner.block_numel) if params else None
 
 
-def _cut(start: int, stop: int, boundary: int) -> list[tuple[int, int]]:
-    return [(start, min(stop, boundary)), (max(start, boundary), stop)]
-
-
-def _run(start: int, stop: int, *, is_exact: bool) -> ParamSpec:
-    shape = (stop - start,) if is_exact else (1, stop - start)
-    return ParamSpec(f"elements {start} to {stop - 1}", Division.undivided(shape), torch.zeros, weight_decay=False)
+def _run(run: Range, *, is_exact: bool) -> ParamSpec:
+    numel = run.stop - run.start
+    division = Division.undivided((numel,) if is_exact else (1, numel))
+    return ParamSpec(f"elements {run.start} to {run.stop - 1}", division, torch.zeros, weight_decay=False)

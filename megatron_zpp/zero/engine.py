@@ -252,7 +252,11 @@ class ZeroEngine:
         at_home = [tensor for unit in self.units for tensor in unit.tensors_at_home()] + self.optimizer.live_tensors()
         others = [tensor for unit in self.units for tensor in unit.live_tensors()] + [gradient.total for gradient in self.gradients]
         others += [parameter.grad for unit in self.units for parameter in unit.parameters if parameter.grad is not None]
-        return StateBytes(_bytes(others), _bytes(at_home)) if self._home.is_host else StateBytes(_bytes(others + at_home), 0)
+        return (
+            StateBytes(storage_bytes(others), storage_bytes(at_home))
+            if self._home.is_host
+            else StateBytes(storage_bytes(others + at_home), 0)
+        )
 
     def gather_world(self, own: Tensor) -> Tensor:
         """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it."""
@@ -290,7 +294,7 @@ class ZeroEngine:
             raise RuntimeError("the engine is closed")
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages of these tensors; one that several of them share counts once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

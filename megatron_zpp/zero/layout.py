@@ -110,6 +110,14 @@ class FlatLayout:
             end = segment.offset + segment.stop - segment.start
         yield from _gap(end, stop, boundary)
 
+    def runs(self, first: int, slices: int) -> Iterator[Range]:
+        """The ranges between the paddings, in order, which parameters fill. No range spans the two regions."""
+        boundary, end = slices * self.slice_shape.blocks, slices * self.slice_numel
+        start = 0
+        for padding in (*self.paddings(first, slices), Range(end, end)):
+            yield from _gap(start, padding.start, boundary)
+            start = padding.stop
+
     def ranges_by(self, key: Callable[[Segment], Key], first: int, slices: int) -> Iterator[tuple[Range, Key]]:
         """The ranges of the flat buffer of `slices` slices from `first` on, each with its key; cut where `key` changes and between regions.
 

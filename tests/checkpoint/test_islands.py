@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness.islands import UNITS, Member, loss_of, run_islands, samples, small_module
+from harness.tool import run_tool
 from harness.worlds import run_world
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError, manifest_of
@@ -129,6 +131,19 @@ def test_every_state_is_stored_once_and_the_weight_is_the_outer_one(tmp_path: Pa
             assert torch.isin(whole(stored), parts).all()
             assert not torch.equal(whole(stored), found[0][3])
     assert found[0][3].equal(found[3][3])
+
+
+def test_tools_read_the_outer_weights(tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoints", 2, 2)
+    inspected = run_tool("inspect_checkpoint", "--load", tmp_path / "checkpoints", "--verify")
+    assert inspected.returncode == 0, inspected.stdout + inspected.stderr
+    written = run_tool("consolidate_checkpoint", "--load", tmp_path / "checkpoints", "--output", tmp_path / "weights", "--dtype", "float32")
+    assert written.returncode == 0, written.stderr
+    (file,) = (tmp_path / "weights").glob("*.safetensors")
+    found = load_file(file)
+    with CheckpointReader(tmp_path / "checkpoints" / ITERATION) as reader:
+        assert found.keys() == reader.manifest.shapes.keys()
+        assert all(torch.equal(values, reader.weight(name)) for name, values in found.items())
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -18,8 +18,6 @@ from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.outer.join import join_islands
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.outer.steps import OuterSteps
-from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.islands import ranks_of_columns, ranks_of_islands
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import LossScaler
@@ -87,14 +85,6 @@ def join(
     return Member(engine, join_islands(engine, options, backend=column))
 
 
-def parts_of(backend: VirtualBackend, ranks: int) -> tuple[VirtualBackend, VirtualBackend]:
-    """The island of a rank, in a world of nodes of `ranks` ranks that are an island each, and its column."""
-    islands = backend.grid.world_size // ranks
-    of_island = ranks_of_islands(backend.grid.world_size, islands)[backend.rank // ranks]
-    column = ranks_of_columns(backend.grid.world_size, islands)[backend.rank % ranks]
-    return backend.part(Grid.of_nodes(1, ranks), of_island), backend.part(Grid.of_nodes(islands, 1), column)
-
-
 def run_islands(
     islands: int,
     ranks: int,
@@ -110,7 +100,7 @@ def run_islands(
     model = module or small_module()
 
     def run(backend: VirtualBackend) -> Result:
-        member = join(model, *parts_of(backend, ranks), engine_options, options, loss_scaler and loss_scaler())
+        member = join(model, *backend.on_islands(islands), engine_options, options, loss_scaler and loss_scaler())
         result = program(member)
         member.outer.close()
         member.engine.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.islands import Member, join, parts_of, run_islands, small_module
+from harness.islands import Member, join, run_islands, small_module
 from harness.rank_pool import RankPool
 from harness.worlds import run_world
 from torch import Tensor, nn
@@ -161,7 +161,7 @@ def test_islands_that_have_other_weights_are_told_so_on_every_rank() -> None:
         with torch.no_grad():
             next(module.parameters()).add_(float(backend.rank // 2))
         try:
-            join(module, *parts_of(backend, 2), EngineOptions(), OuterOptions())
+            join(module, *backend.on_islands(2), EngineOptions(), OuterOptions())
         except ValueError as error:
             said.append(str(error))
 
@@ -188,7 +188,7 @@ def test_islands_with_other_options_are_told_so_on_every_rank(engine_options: En
     def program(backend: VirtualBackend) -> None:
         own = (engine_options, options) if backend.rank // 2 else (EngineOptions(), OuterOptions())
         try:
-            join(small_module(), *parts_of(backend, 2), *own)
+            join(small_module(), *backend.on_islands(2), *own)
         except ValueError as error:
             said.append(str(error))
 

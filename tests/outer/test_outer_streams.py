@@ -7,7 +7,7 @@ import torch
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.nccl import FakeNccl
 from harness.fake_streams.own_links import links_on_machines, put_rank_on
-from harness.islands import Member, join, loss_of, parts_of, run_islands, samples, small_module
+from harness.islands import Member, join, loss_of, run_islands, samples, small_module
 from torch import Tensor
 
 from megatron_zpp.outer.options import OuterOptions
@@ -35,7 +35,7 @@ def test_no_access_lacks_an_order_and_the_bits_are_those_of_threads(policy: Poli
 
     def on_gpu(gpu: Gpu) -> tuple[list[float], list[float], Tensor]:
         put_rank_on(gpu.machine)
-        of_island, of_column = (FakeNccl(part, gpu.accesses) for part in parts_of(gpu.backend.backend, 2))
+        of_island, of_column = (FakeNccl(part, gpu.accesses) for part in gpu.backend.backend.on_islands(2))
         member = join(module, of_island, of_column, EngineOptions(policy), options)
         result = train(member)
         member.outer.close()
