@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from megatron_zpp.config.batch_schedule import BatchSchedule, length_in_samples
+from megatron_zpp.config.batch_schedule import BatchSchedule, horizons, length_in_samples
 from megatron_zpp.config.flag import FlagError, in_words
 from megatron_zpp.config.groups.data import TOKENIZER_FILES
 from megatron_zpp.config.ranks import RankCounts
@@ -16,6 +16,9 @@ T = TypeVar("T")
 DEFAULT_LR = 3e-4
 MOCK_VOCAB_SIZE = 50257  # GPT-2's, padded to 50304 by default
 DEEPSPEED_LOSS_SCALE = 2.0**16  # Megatron's 2^32 takes 16 more skipped steps to fall this far
+# Published rates grow with the period, up to about 0.7 (arXiv 2503.09799, table 5): 0.4 at 16 inner steps was best in experiments with this
+# program's codes.
+LARGEST_OUTER_LR, OUTER_LR_OF_AN_ITERATION = 0.7, 1 / 40
 BENCHMARK_VALUES: dict[str, Any] = {"train_iters": 50, "lr": DEFAULT_LR, "lr_decay_style": "constant", "log_interval": 10}
 
 
@@ -128,16 +131,18 @@ def derive(config: Config, batches: BatchSchedule, ranks: RankCounts) -> Config:
     """
     config = config.with_values(**_model_values(config), **_batch_values(config, batches), **_values_of_tokens(config))
     config = config.with_values(**_length_values(config, batches))
-    return config.with_values(
+    config = config.with_values(
         **_decay_values(config),
         **_weight_decay_values(config, batches),
         ranks_per_node=ranks.ranks_per_node,
         sequence_parallel=config.distributed.sequence_parallel and ranks.tensor > 1,
         device=_or(config.plan.device, "cpu" if config.distributed.distributed_backend == "gloo" else "gpu"),
         profile_dir=_or(config.profiling.profile_dir, config.logging.tensorboard_dir),
-        zero_hpz_partition_size=1 if ranks.data == 1 else config.zero.zero_hpz_partition_size,
+        zero_hpz_partition_size=1 if ranks.of_island.data == 1 else config.zero.zero_hpz_partition_size,
         **_zero_values(config, batches),
+        diloco_islands=ranks.islands,
     )
+    return config.with_values(**_diloco_values(config, batches))
 
 
 def _or(value: T | None, otherwise: T) -> T:
@@ -175,6 +180,29 @@ def _zero_values(config: Config, batches: BatchSchedule) -> dict[str, Any]:
         "zero_quantized_gradients_intra_bits": _or(zero.zero_quantized_gradients_intra_bits, intra_bits),
         "zero_gradients_between_microbatches": _or(zero.zero_gradients_between_microbatches, "secondary" if sums_inside else "primary"),
     }
+
+
+def _diloco_values(config: Config, batches: BatchSchedule) -> dict[str, Any]:
+    diloco = config.diloco
+    period = diloco.diloco_sync_period
+    if period is None:
+        return {}
+    return {
+        "diloco_start_iteration": _or(diloco.diloco_start_iteration, warmup_iterations(config, batches)),
+        "diloco_outer_lr": _or(diloco.diloco_outer_lr, default_outer_lr(period)),
+    }
+
+
+def default_outer_lr(period: int) -> float:
+    """The learning rate of outer steps that are `period` inner steps apart."""
+    return min(LARGEST_OUTER_LR, period * OUTER_LR_OF_AN_ITERATION)
+
+
+def warmup_iterations(config: Config, batches: BatchSchedule) -> int:
+    """The iterations of the warmup of the learning rate, in a resolved configuration."""
+    warmup = horizons(config.optimizer, config.training, config.sample_lengths).warmup_samples
+    whole = batches.iterations_within(int(warmup))
+    return whole + (batches.samples_after(whole) < warmup)
 
 
 def _position_embedding_type(config: Config) -> str:

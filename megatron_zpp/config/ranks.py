@@ -15,13 +15,19 @@ from megatron_zpp.config.wrong_size import Proposal, WrongSize
 class RankCounts:
     """world: ranks in all, one per process. tensor: ranks that share layers and have the same samples. ranks_per_node: of the world.
 
-    context: data ranks that divide the tokens of every sample among themselves.
+    context: data ranks that divide the tokens of every sample among themselves. islands: groups of nodes that train by themselves.
     """
 
     world: int
     tensor: int
     ranks_per_node: int
     context: int = 1
+    islands: int = 1
+
+    @property
+    def of_island(self) -> RankCounts:
+        """Those of one island, which is a whole world to its engine."""
+        return replace(self, world=self.world // self.islands, islands=1)
 
     @property
     def data(self) -> int:
@@ -45,7 +51,7 @@ class RankCounts:
 
     def dividing_samples(self, context_ranks: int) -> RankCounts:
         """The same ranks with samples that `context_ranks` data ranks divide. Raises FlagError if such groups do not fit the world."""
-        if context_ranks in context_choices(self.data, self.data_ranks_per_node):
+        if context_ranks in context_choices(self.of_island.data, self.data_ranks_per_node):
             return replace(self, context=context_ranks)
         raise WrongSize(_other_context_groups(context_ranks, self))
 
@@ -94,7 +100,21 @@ def count_ranks(config: Config, world_size: int, local_world_size: int | None) -
         )
     if ranks.ranks_per_node % ranks.tensor != 0:
         raise WrongSize(_other_tensor_groups(ranks, "" if is_given else ", from the launcher"))
+    ranks = replace(ranks, islands=_count_islands(config, ranks))
     return ranks.dividing_samples(config.distributed.context_parallel_size)
+
+
+def _count_islands(config: Config, ranks: RankCounts) -> int:
+    if config.diloco.diloco_sync_period is None:
+        return 1
+    nodes = ranks.world // ranks.ranks_per_node
+    islands = config.diloco.diloco_islands or nodes
+    if nodes % islands != 0:
+        raise FlagError(
+            f"--diloco-islands {islands} does not divide the {counted(nodes, 'node')} (--ranks-per-node {ranks.ranks_per_node} of "
+            f"{ranks.world}), and an island has whole nodes; choose {any_of(divisors(nodes))}."
+        )
+    return islands
 
 
 def _other_tensor_groups(ranks: RankCounts, source: str) -> Proposal:
@@ -113,11 +133,12 @@ def _other_tensor_groups(ranks: RankCounts, source: str) -> Proposal:
 
 def _other_context_groups(context_ranks: int, ranks: RankCounts) -> Proposal:
     asked = f"--context-parallel-size {context_ranks}"
-    per_node = ranks.data_ranks_per_node
+    per_node, of_island = ranks.data_ranks_per_node, ranks.of_island.data
     beside = "" if ranks.tensor == 1 else f" (--tensor-model-parallel-size {ranks.tensor} of {ranks.world} ranks)"
-    if ranks.data % context_ranks != 0:
-        broken = f"{asked} does not divide the {sample_groups_in_words(ranks.data, ranks.tensor, 1)} of the world{beside}"
+    if of_island % context_ranks != 0:
+        where = "the world" if ranks.islands == 1 else "an island (--diloco-islands)"
+        broken = f"{asked} does not divide the {sample_groups_in_words(of_island, ranks.tensor, 1)} of {where}{beside}"
     else:
         data_ranks = sample_groups_in_words(per_node, ranks.tensor, 1)
         broken = f"{asked} does not fit the {data_ranks} of a node{beside}, as a node must have whole groups, or a group whole nodes"
-    return Proposal(broken, "context_parallel_size", context_ranks, context_choices(ranks.data, per_node))
+    return Proposal(broken, "context_parallel_size", context_ranks, context_choices(of_island, per_node))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_zpp.config import rules_context, rules_model, rules_run, rules_schedule, rules_tensor, rules_zero
+from megatron_zpp.config import rules_context, rules_diloco, rules_model, rules_run, rules_schedule, rules_tensor, rules_zero
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.deepspeed import NOTHING, with_deepspeed_json
 from megatron_zpp.config.defaults import assume, derive
@@ -129,13 +129,15 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
     rules_tensor.check_resolved(config)
     rules_context.check_resolved(config)
     rules_schedule.check_resolved(config, batches, ranks.sample_groups)
-    rules_zero.check_resolved(config, ranks)
+    rules_zero.check_resolved(config, ranks.of_island)
+    rules_diloco.check_resolved(config, ranks)
     return config.with_notices(
         *rules_model.surprising_defaults(config),
         *declared_without_effect(config),
         *rules_schedule.surprising_schedules(config),
         *rules_zero.missing_links(config, ranks, given.zero.zero_hpz_partition_size),
+        *rules_diloco.surprising_lengths(config, batches),
         *rules_tensor.needless_division(config),
-        *rules_tensor.surprising_costs(config, ranks, batches),
+        *rules_tensor.surprising_costs(config, ranks.of_island, batches),
         *rules_context.surprising_costs(config, ranks),
     )

@@ -232,24 +232,23 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
 
     asked_partition_ranks: --zero-hpz-partition-size as given. With one data rank the configuration has 1 instead.
     """
+    one_node, ranks = "there is one node" if ranks.islands == 1 else "an island has one node", ranks.of_island
     features = [spelling_of(name) for name in QUANTIZED if config.value_of(name)]
     if asked_partition_ranks > config.zero.zero_hpz_partition_size:
         features.insert(0, in_words("zero_hpz_partition_size", asked_partition_ranks))
     if not features:
         return []
     if ranks.data == 1:
-        alone = (
-            "there is one rank" if ranks.tensor == 1 else f"all {ranks.world} ranks have the same samples (--tensor-model-parallel-size)"
-        )
+        alone = one_node.replace("node", "rank")
+        if ranks.tensor > 1:
+            alone = f"all {ranks.world} ranks have the same samples (--tensor-model-parallel-size)"
         return [f"{' and '.join(features)}: {alone}, so nothing crosses a link, is quantized or kept as a copy"]
     if has_inter_link(config, ranks):
         if ranks.tensor == 1 or ranks.data_ranks_per_node > 1:
             return []
         return [f"{' and '.join(features)}: {_one_rank_per_node(ranks)}, so only the link between nodes carries quantized values"]
     others = [feature for feature in features if feature != DIFFERENCES]
-    lines = [f"{' and '.join(others)}: there is one node, so only the link inside it carries quantized values"] if others else []
+    lines = [f"{' and '.join(others)}: {one_node}, so only the link inside it carries quantized values"] if others else []
     if DIFFERENCES in features:
-        lines.append(
-            f"{DIFFERENCES}: there is one node, so no differences are sent; weights cross the link inside it in the working precision"
-        )
+        lines.append(f"{DIFFERENCES}: {one_node}, so no differences are sent; weights cross the link inside it in the working precision")
     return lines

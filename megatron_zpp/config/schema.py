@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_zpp.config.groups.checkpoint import CheckpointConfig
 from megatron_zpp.config.groups.data import DataConfig
+from megatron_zpp.config.groups.diloco import DilocoConfig
 from megatron_zpp.config.groups.distributed import DistributedConfig
 from megatron_zpp.config.groups.logging import LoggingConfig
 from megatron_zpp.config.groups.model import ModelConfig
@@ -39,6 +40,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

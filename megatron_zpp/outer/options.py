@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.comm.code import Code
+from megatron_zpp.config.defaults import default_outer_lr
 from megatron_zpp.system.user_error import UserError
-
-# Published rates grow with the period, up to about 0.7 (arXiv 2503.09799, table 5): 0.4 at 16 inner steps was best in experiments with this
-# program's codes.
-LARGEST_LEARNING_RATE, LEARNING_RATE_OF_A_STEP = 0.7, 1 / 40
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class OuterOptions:
     @property
     def outer_rate(self) -> float:
         """The learning rate, also where it is left to the period."""
-        return min(LARGEST_LEARNING_RATE, self.period * LEARNING_RATE_OF_A_STEP) if self.learning_rate is None else self.learning_rate
+        return default_outer_lr(self.period) if self.learning_rate is None else self.learning_rate
 
     def takes_means(self, iteration: int) -> bool:
         """Whether the exchange after this many inner steps takes the plain mean over the islands."""

@@ -107,7 +107,7 @@ class ZeroConfig:
         help="Number of iterations at the start of the run in which nothing is quantized.",
         unit="iterations",
         allowed=COUNT,
-        needs=needs("zero_quantized_weights", "zero_quantized_weight_differences", "zero_quantized_gradients"),
+        needs=needs("zero_quantized_weights", "zero_quantized_weight_differences", "zero_quantized_gradients", "diloco_sync_period"),
     )
     quantization_block_size: int = flag(
         256,
