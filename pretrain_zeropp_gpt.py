@@ -112,6 +112,7 @@ def run_in_world(config: Config, given: Config, launch: Launch, mistake: str | N
 
 def train(config: Config, given: Config, launch: Launch, world: World, save_lock: SaveLock) -> None:
     """The run: checks, model, data, engine, training. Raises StartupError on every rank for a mistake of the user."""
+    from megatron_zpp.checkpoint.island_state import state_of
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start, startup_checks
     from megatron_zpp.training.earlier_data import data_notices, reading_of_run, with_reading
@@ -121,6 +122,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
     from megatron_zpp.training.kernels import prepare_kernels
     from megatron_zpp.training.same_data import check_same_data
     from megatron_zpp.training.save_lock import disk_of
+    from megatron_zpp.training.sharding import sample_groups_of
     from megatron_zpp.training.stop_conditions import check_kill_switch
     from megatron_zpp.training.stored_run import with_schedule
     from megatron_zpp.training.trainer import Trainer
@@ -140,6 +142,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
     with world.agreement():
         instruments = make_instruments(config, world.device, world.rank)
     links = setup.build_links(config, world, instruments)
+    column = setup.build_column(config, world, instruments)
     about_host = share_cores(config, world, hosts)
     memory = startup_checks.available_memory(world, hosts)
     source = start.find_resume_source(config, world, disk, printer.on_first)
@@ -167,10 +170,11 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         printer.on_first("\n".join(filter(None, lines)))
         printer.milestone("after dataloaders are built")
         engine = setup.build_engine(config, model, links, instruments)
+        outer = setup.build_outer(config, engine, column)
         with world.agreement():
             # With --node-local-checkpoints ranks wait for each other here: whatever is wrong before that is so on every rank.
-            progress = start.load_progress(config, engine, source)
-            config = start.with_remaining_batches(config, progress, links.grid.sample_groups)
+            progress = start.load_progress(config, state_of(engine, outer), source)
+            config = start.with_remaining_batches(config, progress, sample_groups_of(config, links.grid))
         here = reading_of_run(config, vocabulary, datasets, progress.consumed_samples)
         about_data: list[str] = []
         if source.stored is not None:
@@ -180,7 +184,9 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
             printer.on_first(start.describe_start(config, source, progress, about_data))
         progress = with_reading(progress, here)
         source.close()
-        Trainer(config, model, engine, datasets, writers, progress).run()
+        Trainer(config, model, engine, datasets, writers, progress, outer).run()
+    if outer is not None:
+        outer.close()
     engine.close()
 
 

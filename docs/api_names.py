@@ -103,7 +103,7 @@ CHECKPOINTS = Page(
     "Saves the state of an engine and loads it in any world; reads checkpoints of this program, of Hugging Face and of Megatron. "
     "[Checkpoints](../checkpoints.md) describes the files, [importing](../importing.md) the commands.",
     (
-        "checkpoint/engine_state.py:share_of",
+        "checkpoint/engine_state.py:EngineState",
         "checkpoint/progress.py:Progress",
         "checkpoint/engine_state.py:manifest_of",
         "checkpoint/saver.py:CheckpointSaver",

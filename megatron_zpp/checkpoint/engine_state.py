@@ -21,46 +21,94 @@ from megatron_zpp.zero.pieces import Piece, owned_pieces, parameters, resting_pi
 from megatron_zpp.zero.policy import KEPT_WEIGHT, MOMENTS, WEIGHT
 
 
-def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
-    """What this rank writes into every checkpoint: the primary slices it owns. Call engine.finish_differences() before each save.
+class EngineState:
+    """The state of an engine as checkpoints have it. with_moments: with Adam's moments, and the copies kept across steps."""
 
-    with_moments: also Adam's moments, and the copies that the engine keeps across steps.
-    """
-    pieces = [piece for piece in owned_pieces(engine) if with_moments or piece.state == WEIGHT]
-    return Share(engine.rank, engine.world_size, pieces)
+    def __init__(self, engine: ZeroEngine) -> None:
+        self.engine = engine
 
+    def share(self, *, with_moments: bool) -> Share:
+        """What this rank writes into every checkpoint: the primary slices it owns. Call engine.finish_differences() before each save."""
+        pieces = [piece for piece in owned_pieces(self.engine) if with_moments or piece.state == WEIGHT]
+        return Share(self.engine.rank, self.engine.world_size, pieces)
 
-def manifest_of(engine: ZeroEngine, progress: Progress, flags: Mapping[str, Any], *, with_moments: bool) -> Manifest:
-    """The manifest of the engine's current state, without files and pieces.
+    def manifest(self, progress: Progress, flags: Mapping[str, Any], *, with_moments: bool) -> Manifest:
+        """The manifest of the current state, without files and pieces. Every rank must call it.
 
-    flags: the resolved configuration by group, and the padded vocabulary.
-    """
-    engine.finish_updates()
-    grid = engine.links.grid
-    states = dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE)
-    if with_moments and engine.keeps_copies:
-        states[KEPT_WEIGHT] = ELEMENT_TYPES[engine.options.dtype]
-    return Manifest(
-        iteration=progress.iteration,
-        consumed_samples=progress.consumed_samples,
-        shapes={param.spec.name: param.spec.whole_shape for param in parameters(engine)},
-        states=states,
-        run={
-            "scheduled_samples": progress.scheduled_samples,
-            "ordered_samples": progress.ordered_samples,
-            **_what_was_read(progress),
-            **optimizer_state(engine),
-            **_frozen(engine),
-        },
-        flags=flags,
-        topology={
-            "world_size": grid.world_size,
-            "ranks_per_node": grid.ranks_per_node,
-            "partition_ranks": grid.partition_ranks,
-            "tensor_ranks": grid.tensor_ranks,
-        },
-        versions=versions(),
-    )
+        flags: the resolved configuration by group, and the padded vocabulary.
+        """
+        engine = self.engine
+        engine.finish_updates()
+        grid = engine.links.grid
+        states = dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE)
+        if with_moments and engine.keeps_copies:
+            states[KEPT_WEIGHT] = ELEMENT_TYPES[engine.options.dtype]
+        return Manifest(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            shapes={param.spec.name: param.spec.whole_shape for param in parameters(engine)},
+            states=states,
+            run={
+                "scheduled_samples": progress.scheduled_samples,
+                "ordered_samples": progress.ordered_samples,
+                **_what_was_read(progress),
+                **optimizer_state(engine),
+                **_frozen(engine),
+            },
+            flags=flags,
+            topology={
+                "world_size": grid.world_size,
+                "ranks_per_node": grid.ranks_per_node,
+                "partition_ranks": grid.partition_ranks,
+                "tensor_ranks": grid.tensor_ranks,
+            },
+            versions=versions(),
+        )
+
+    def load(self, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
+        """Loads main weights, and with_moments also the optimizer and the loss scaler. Every rank must call it.
+
+        with_copies: also the copies of the weights that the engine keeps across steps, if it keeps any. Otherwise they start anew from the
+        main weights.
+        Raises CheckpointError if the checkpoint has no moments, and DamagedCheckpointError if elements are missing or bytes have changed.
+        """
+        self.fill(reader, with_moments=with_moments, with_copies=with_copies)
+        self.resume(reader, with_moments=with_moments, with_copies=with_copies)
+
+    def fill(self, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
+        """The first half of `load`, which reads the files. Parameters that the checkpoint does not have are left as they are.
+
+        From a checkpoint of islands an engine takes the mean of their inner weights and moments, or without moments the outer weights.
+        """
+        wanted = [WEIGHT]
+        if with_moments:
+            check_moments(reader.folder, reader.manifest)
+            wanted += MOMENTS
+        if with_copies:
+            wanted.append(KEPT_WEIGHT)
+        shapes = reader.manifest.shapes
+        pieces = [piece for piece in resting_pieces(self.engine) if piece.state in wanted and piece.parameter in shapes]
+        if not (with_moments and reader.manifest.islands):
+            reader.fill(pieces)
+            return
+        frozen = reader.manifest.frozen
+        reader.fill(piece for piece in pieces if piece.parameter in frozen)
+        for state in wanted:  # one after the other, for a mean takes memory
+            of_state = [piece for piece in pieces if piece.state == state and piece.parameter not in frozen]
+            _fill_from_islands(reader, of_state, state, self._stored_island(reader))
+
+    def resume(self, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
+        """The second half of `load`, which reads no files, so that a rank does it if all have done the first."""
+        if with_moments:
+            run = reader.manifest.run
+            done = run["islands"][self._stored_island(reader) or 0] if reader.manifest.islands else run
+            self.engine.optimizer.resume(done["optimizer_steps"], done.get("unused_steps", {}))
+            self.engine.loss_scaler.load_state(done["loss_scaler"])
+        self.engine.weights_changed(copies_are_filled=with_copies)
+
+    def _stored_island(self, reader: CheckpointReader) -> int | None:
+        """Which of the islands of the checkpoint the engine goes on as. None: as the mean of all, if it has any."""
+        return None
 
 
 def optimizer_state(engine: ZeroEngine) -> dict[str, Any]:
@@ -92,39 +140,6 @@ def versions() -> dict[str, str]:
     return {"megatron_zpp": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def load_engine(
-    engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False, island: int | None = None
-) -> None:
-    """Loads the engine's main weights, and with_moments also the optimizer and the loss scaler. Every rank must call it.
-
-    with_copies: also the copies of the weights that the engine keeps across steps, if it keeps any. Otherwise they start anew from the
-    main weights.
-    island: which of the islands of the checkpoint the engine goes on as. None: as the mean of all, if it has any.
-    Raises CheckpointError if the checkpoint has no moments, and DamagedCheckpointError if elements are missing or bytes have changed.
-    """
-    fill_engine(engine, reader, with_moments=with_moments, with_copies=with_copies, island=island)
-    resume_engine(engine, reader, with_moments=with_moments, with_copies=with_copies, island=island)
-
-
-def fill_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool, island: int | None = None) -> None:
-    """The first half of `load_engine`, which reads the files. Parameters that the checkpoint does not have are left as they are."""
-    wanted = [WEIGHT]
-    if with_moments:
-        check_moments(reader.folder, reader.manifest)
-        wanted += MOMENTS
-    if with_copies:
-        wanted.append(KEPT_WEIGHT)
-    shapes = reader.manifest.shapes
-    pieces = [piece for piece in resting_pieces(engine) if piece.state in wanted and piece.parameter in shapes]
-    if not (with_moments and reader.manifest.islands):
-        reader.fill(pieces)
-        return
-    frozen = reader.manifest.frozen
-    reader.fill(piece for piece in pieces if piece.parameter in frozen)
-    for state in wanted:  # one after the other, for a mean takes memory
-        _fill_from_islands(reader, [piece for piece in pieces if piece.state == state and piece.parameter not in frozen], state, island)
-
-
 def _fill_from_islands(reader: CheckpointReader, pieces: Sequence[Piece], state: str, island: int | None) -> None:
     """Fills pieces of one state from that of an island, or with the fp32 mean over all islands."""
     stored = INNER_WEIGHT if state == WEIGHT else state
@@ -137,15 +152,3 @@ def _fill_from_islands(reader: CheckpointReader, pieces: Sequence[Piece], state:
             piece.values.add_(values)
     for piece in pieces if others else ():
         piece.values.div_(1 + len(others))
-
-
-def resume_engine(
-    engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool, island: int | None = None
-) -> None:
-    """The second half of `load_engine`, which reads no files, so that a rank does it if all have done the first."""
-    if with_moments:
-        run = reader.manifest.run
-        done = run["islands"][island or 0] if reader.manifest.islands else run
-        engine.optimizer.resume(done["optimizer_steps"], done.get("unused_steps", {}))
-        engine.loss_scaler.load_state(done["loss_scaler"])
-    engine.weights_changed(copies_are_filled=with_copies)

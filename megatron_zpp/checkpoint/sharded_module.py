@@ -30,9 +30,8 @@ from safetensors.torch import save as bytes_of
 from torch import Tensor, nn
 
 from megatron_zpp.checkpoint.contents import check_moments, first_difference
-from megatron_zpp.checkpoint.engine_state import fill_engine, manifest_of, resume_engine, share_of
 from megatron_zpp.checkpoint.folders import find_checkpoint
-from megatron_zpp.checkpoint.island_state import fill_islands, manifest_of_islands, resume_islands, share_of_islands
+from megatron_zpp.checkpoint.island_state import state_of
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -93,10 +92,8 @@ def save(
         buffers = _bytes_of_buffers(engine.module) if ranks.rank == 0 else b""
     check_alike(ranks, device, repr((number, kept, with_frozen)).encode(), "arguments of save()", remedy="")
     progress = Progress(iteration=number)
-    if outer is None:
-        manifest, share = manifest_of(engine, progress, {}, with_moments=True), share_of(engine, with_moments=True)
-    else:
-        manifest, share = manifest_of_islands(outer, progress), share_of_islands(outer)
+    state = state_of(engine, outer)
+    manifest, share = state.manifest(progress, {}, with_moments=True), state.share(with_moments=True)
     own = {"steps": engine.iteration, "weight_code": _weight_code(engine), "with_frozen": with_frozen, "extra": added}
     run = {**manifest.run, _OF_MODULE: own}
     if not with_frozen:
@@ -172,7 +169,7 @@ def load(
     Raises UserError (CheckpointError if files are the reason) on every rank. After an error in the values of a file the weights are those
     of no step, and nothing else has changed: load another checkpoint.
     """
-    ranks, device = _ranks(engine, outer), engine.device
+    ranks, device, state = _ranks(engine, outer), engine.device, state_of(engine, outer)
     engine.check_open()
     with raising_alike(ranks, device):
         wanted = None if step is None else _checked_count("step", step, 0)
@@ -192,16 +189,10 @@ def load(
         has_copies = with_optimizer and engine.keeps_copies and stored.weight_code == _weight_code(engine)
         engine.finish_differences()  # what is under way would be added to copies that have been filled
         with _reading(ranks, device):
-            if outer is None:
-                fill_engine(engine, reader, with_moments=with_optimizer, with_copies=has_copies)
-            else:
-                fill_islands(outer, reader, with_moments=with_optimizer)
+            state.fill(reader, with_moments=with_optimizer, with_copies=has_copies)
     if with_optimizer:
         engine.start_iteration(stored.steps)
-    if outer is None:
-        resume_engine(engine, reader, with_moments=with_optimizer, with_copies=has_copies)
-    else:
-        resume_islands(outer, reader, with_moments=with_optimizer)
+    state.resume(reader, with_moments=with_optimizer, with_copies=has_copies)
     with torch.no_grad():
         for path, buffer in _persistent_buffers(engine.module):
             if path in stored.buffers:

@@ -1,9 +1,10 @@
-"""Links of programs that make no more of torch.distributed than its process groups: those of shard() and of what joins islands."""
+"""Connects the ranks of torch.distributed as one world, or as several that are arranged alike: islands, or the columns between them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from megatron_zpp.comm.asking_lanes import AskingLanes
 from megatron_zpp.comm.backend import Backend, TorchBackend
 from megatron_zpp.comm.first_messages import send_first_messages
-from megatron_zpp.comm.lanes import Lanes, make_lanes
+from megatron_zpp.comm.lanes import Lanes, make_lanes, nothing
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Links
 from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.comm.streams import streams_of
+from megatron_zpp.comm.waits import Waits
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import end_group, make_lane_groups, make_world_group
@@ -40,28 +42,37 @@ class WorldLinks:
     @classmethod
     def over(cls, backend: Backend, device: torch.device, observer: Observer) -> WorldLinks:
         """Those over a backend that is there already. observer: of hops."""
-        return cls(_links(backend, make_lanes(streams_of(device)), device, observer), ())
+        return cls(_links(backend, make_lanes(streams_of(device)), device, Waits(observer=observer)), ())
 
     @classmethod
     def connect(
-        cls, grid: Grid, worlds: Sequence[Sequence[int]], device: torch.device, timeout: timedelta, observer: Observer
+        cls,
+        grid: Grid,
+        worlds: Sequence[Sequence[int]],
+        device: torch.device,
+        timeout: timedelta,
+        waits: Waits,
+        connecting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> WorldLinks:
         """Those among the ranks of torch.distributed, each of which must call it.
 
         worlds: for each world that is arranged as `grid`, its ranks in that order. Each rank is in one of them. timeout: of each group.
-        On a GPU the ranks are connected at once, because NCCL would do it in the first step.
+        waits: of all links. Without a watch, errors of lanes say what each rank has asked for last. connecting: gives the context in which
+        each group is made.
+        On a GPU the ranks are connected at once: NCCL would do it in the first step, and its buffers would not be in what is free.
         """
         if not has_world():
-            return cls.over(TorchBackend(grid, 0, {}), device, observer)
+            return cls.over(TorchBackend(grid, 0, {}), device, waits.observer)
         index, own = next((index, world) for index, world in enumerate(worlds) if dist.get_rank() in world)
         rank, streams, name = own.index(dist.get_rank()), streams_of(device), f"megatron_zpp/lanes/{next(_made)}/{index}"
-        of_lanes = make_lane_groups(grid, dist.get_rank(), timeout, device, worlds=worlds)
-        world = make_world_group(worlds, dist.get_rank(), timeout, device) if len(worlds) > 1 else None
+        of_lanes = make_lane_groups(grid, dist.get_rank(), timeout, device, connecting, worlds)
+        world = make_world_group(worlds, dist.get_rank(), timeout, device, connecting) if len(worlds) > 1 else None
         backend = TorchBackend(grid, rank, of_lanes, world)
-        lanes = make_lanes(streams) if streams is not None or not of_lanes else _asking_lanes(name, rank, grid.world_size)
-        if of_lanes and device.type == "cuda":
+        asks = waits.watch is None and streams is None and len(of_lanes) > 0
+        lanes = _asking_lanes(name, rank, grid.world_size) if asks else make_lanes(streams, waits.watch or nothing)
+        if streams is not None:
             send_first_messages(backend, lanes, device)
-        return cls(_links(backend, lanes, device, observer), (*of_lanes.values(), *([world] if world is not None else [])))
+        return cls(_links(backend, lanes, device, waits), (*of_lanes.values(), *([world] if world is not None else [])))
 
     def end(self) -> None:
         """Ends the groups, once no rank needs them any more."""
@@ -71,8 +82,8 @@ class WorldLinks:
             end_group(group)
 
 
-def _links(backend: Backend, lanes: Lanes, device: torch.device, observer: Observer) -> Links:
-    return Links(backend, ObservedLanes(lanes, observer), Ledger(backend.grid, backend.rank), device)
+def _links(backend: Backend, lanes: Lanes, device: torch.device, waits: Waits) -> Links:
+    return Links(backend, ObservedLanes(lanes, waits.observer), Ledger(backend.grid, backend.rank), device, waits=waits)
 
 
 def _asking_lanes(name: str, rank: int, world_size: int) -> Lanes:

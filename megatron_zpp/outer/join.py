@@ -22,6 +22,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_zpp.comm.backend import Backend
+from megatron_zpp.comm.waits import Waits
 from megatron_zpp.comm.world_links import WorldLinks, has_world
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.outer.all_islands import AllIslands
@@ -54,7 +55,7 @@ def join_islands(
         made = WorldLinks.over(backend, engine.device, Observer())
     else:
         columns = ranks_of_columns(islands * engine.world_size, islands)
-        made = WorldLinks.connect(Grid.of_nodes(islands, 1), columns, engine.device, timeout, Observer())
+        made = WorldLinks.connect(Grid.of_nodes(islands, 1), columns, engine.device, timeout, Waits())
     column, device = made.links.backend, engine.device
     everyone = AllIslands(engine.links.backend, column, engine.world_size)
     try:

@@ -66,10 +66,21 @@ def _members(grid: Grid, lane: Lane, worlds: Sequence[Sequence[int]]) -> Iterato
             yield [world[member] for member in members]
 
 
-def make_world_group(worlds: Sequence[Sequence[int]], rank: int, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
-    """The process group of all ranks of the world that `rank` is in. Every rank of torch.distributed must call it. worlds: of all ranks."""
-    backend = nccl_backend() if device.type == "cuda" else None
-    groups = [dist.new_group(list(world), timeout=timeout, backend=backend, pg_options=world_options(timeout, device)) for world in worlds]
+def make_world_group(
+    worlds: Sequence[Sequence[int]],
+    rank: int,
+    timeout: timedelta,
+    device: torch.device,
+    connecting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> dist.ProcessGroup:
+    """The process group of all ranks of the world that `rank` is in. Every rank of torch.distributed must call it.
+
+    worlds: of all ranks. The others: as of `make_lane_groups`.
+    """
+    backend, groups = nccl_backend() if device.type == "cuda" else None, []
+    for world in worlds:
+        with connecting():
+            groups.append(dist.new_group(list(world), timeout=timeout, backend=backend, pg_options=world_options(timeout, device)))
     return next(group for world, group in zip(worlds, groups, strict=True) if rank in world)
 
 

@@ -37,7 +37,10 @@ class BadIterations:
         self.weights_are_from_before &= outcome.is_skipped
 
     def end_run_if_too_many(self, config: Config, engine: ZeroEngine, saver: RunSaver) -> None:
-        """Raises RuntimeError after --max-consecutive-bad-iterations in a row. First saves the state from before them, if possible."""
+        """Raises RuntimeError after --max-consecutive-bad-iterations in a row. First saves the state from before them, if possible.
+
+        An island ends the run for all, as any rank does that fails.
+        """
         limit = config.training.max_consecutive_bad_iterations
         if limit == 0 or self.consecutive < limit:
             return
@@ -54,6 +57,8 @@ class BadIterations:
             return "nothing is saved, because no iteration came before it"
         if not self.weights_are_from_before:
             return "nothing is saved, because one of them has changed the weights: continue from an earlier checkpoint"
+        if engine.is_joined:
+            return "nothing is saved, because other islands have gone on meanwhile: continue from an earlier checkpoint"
         if config.checkpoint.save is None:
             return "nothing is saved without --save"
         engine.loss_scaler.load_state(self.scaler_before)

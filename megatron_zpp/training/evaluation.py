@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.gpt_dataset import SampleSource
 from megatron_zpp.data.loader import MicroBatch, MicroBatches, TokenPart
 from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
+from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.training.same_samples import SameSamples
 from megatron_zpp.training.step import token_losses
 from megatron_zpp.zero.engine import ZeroEngine
@@ -104,15 +106,19 @@ def is_followed_by_validation(iteration: int, training: TrainingConfig) -> bool:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> float:
+def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet, outer: OuterSteps | None = None) -> float:
     """The mean loss per token of one evaluation, over all data ranks and without dropout. Every rank must call it.
+
+    outer: the outer steps of islands, whose outer weights are evaluated.
 
     A token counts if the loss mask has a 1 for it. Tokens that count have equal weights, even if micro-batches are not full. Returns NaN if
     no token counts. Uses the same decoded weights as training, and does not influence training. Raises RuntimeError as `SameSamples` does.
     """
     model.eval()
-    sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]
-    gathered = engine.gather_world(held_out.check.append_to(torch.stack(sums).sum(dim=0)))  # [data ranks, tensor ranks, 2 or 3] fp64
+    everyone = engine if outer is None else outer.everyone
+    with nullcontext() if outer is None else outer.outer_weights():
+        sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]
+    gathered = everyone.gather_world(held_out.check.append_to(torch.stack(sums).sum(dim=0)))  # [data ranks, tensor ranks, 2 or 3] fp64
     rows = gathered.flatten(0, 1).tolist()
     held_out.check.compare([checksum for row in rows for checksum in row[2:]])
     loss, tokens, *_ = map(sum, zip(*rows[:: gathered.shape[1]], strict=True))  # tensor ranks have the same sums

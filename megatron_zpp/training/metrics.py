@@ -80,7 +80,7 @@ class Interval:
 
 
 class StepTraffic:
-    """The bytes that this rank received in the latest step, by the ledger: over its ladder, the tensor link and the context link."""
+    """The bytes that this rank received in the latest step, by the ledger: over its ladder, the tensor and context link, from islands."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -88,12 +88,15 @@ class StepTraffic:
         self.latest = Traffic()
 
     def close_step(self) -> None:
-        total = self._ledger.total(Category.WEIGHTS, Category.GRADIENTS, Category.ACTIVATIONS, Category.EXCHANGES, Category.REPLICAS)
+        total = self._ledger.total(
+            Category.WEIGHTS, Category.GRADIENTS, Category.ACTIVATIONS, Category.EXCHANGES, Category.REPLICAS, Category.OUTER
+        )
         self.latest = total - self._before
         self._before = total
 
     @property
     def world_size(self) -> int:
+        """Ranks of the world, or of an island."""
         return self._ledger.grid.world_size
 
     @property
@@ -126,11 +129,11 @@ class ReportInputs:
     params_norm: float | None = None
 
 
-def interval_report(config: Config, progress: Progress, interval: Interval, traffic: StepTraffic, inputs: ReportInputs) -> IntervalReport:
+def interval_report(config: Config, progress: Progress, interval: Interval, inputs: ReportInputs, traffic: StepTraffic) -> IntervalReport:
     """Report of the interval that ends with the current iteration."""
     samples = interval.samples / interval.iterations
     seconds = interval.seconds / interval.iterations
-    world_size = traffic.world_size
+    world_size = traffic.world_size * config.diloco.diloco_islands
     model, vocabulary = config.model, inputs.padded_vocab_size
     made = hardware_flops(
         model,

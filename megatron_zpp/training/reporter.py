@@ -22,8 +22,10 @@ from megatron_zpp.monitor.scalars import (
 )
 from megatron_zpp.monitor.timers import BETWEEN_STEPS, NEVER_RAN, TIMER_NAMES, timer_lines
 from megatron_zpp.monitor.training_line import megatron_lm_line, samples_line, training_line
+from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.training.hardware import peak_teraflops
 from megatron_zpp.training.metrics import Interval, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
+from megatron_zpp.training.other_islands import OtherIslands
 from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -34,7 +36,7 @@ class Reporter:
     """Reports iterations and validations of one run. Every rank must make the same calls: norms and timers are gathered from all ranks.
 
     tally: counts the samples of each corpus; None without --log-samples-per-source.
-    final_evaluations: the number of evaluations after the last iteration.
+    final_evaluations: the number of evaluations after the last iteration. outer: the outer steps of islands.
     """
 
     def __init__(
@@ -45,10 +47,13 @@ class Reporter:
         writers: Writers,
         tally: SourceTally | None,
         final_evaluations: int,
+        outer: OuterSteps | None = None,
     ) -> None:
         self._config = config
         self._padded_vocab_size = padded_vocab_size
         self._engine = engine
+        self._everyone = engine if outer is None else outer.everyone
+        self._other_islands = OtherIslands(outer)
         self._writers = writers
         self._timers = writers.instruments.timers
         self._tally = tally
@@ -107,11 +112,14 @@ class Reporter:
 
     def _report(self, progress: Progress, inputs: ReportInputs, *, line: bool, point: bool) -> None:
         if point:
-            self._write_points(interval_report(self._config, progress, self._since_point, self._traffic, inputs))
+            self._write_points(self._interval_report(progress, self._since_point, inputs))
             self._since_point = Interval()
         if line:
-            self._write_line(interval_report(self._config, progress, self._since_line, self._traffic, inputs), self._since_line.iterations)
+            self._write_line(self._interval_report(progress, self._since_line, inputs), self._since_line.iterations)
             self._since_line = Interval()
+
+    def _interval_report(self, progress: Progress, interval: Interval, inputs: ReportInputs) -> IntervalReport:
+        return interval_report(self._config, progress, *self._other_islands.report(interval, inputs), self._traffic)
 
     def _write_line(self, report: IntervalReport, iterations: int) -> None:
         logging, printer = self._config.logging, self._writers.printer
@@ -144,7 +152,7 @@ class Reporter:
     def _gathered_ms(self, names: Sequence[str], iterations: int) -> dict[str, list[float]]:
         """Milliseconds per iteration on each rank, for every timer that ran on any rank."""
         own = torch.tensor(self._timers.take(names), dtype=torch.float64, device=self._engine.device)
-        rows = self._engine.gather_world(own).flatten(0, 1).T.tolist()  # [timers, world_size] seconds
+        rows = self._everyone.gather_world(own).flatten(0, 1).T.tolist()  # [timers, world_size] seconds
         return {
             name: [max(0.0, seconds) * 1000.0 / iterations for seconds in row]
             for name, row in zip(names, rows, strict=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.engine_state import manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.folders import read_latest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
@@ -14,26 +14,26 @@ from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, Config
 from megatron_zpp.parallel.initialize import gather_texts
 from megatron_zpp.training.writers import Writers
-from megatron_zpp.zero.engine import ZeroEngine
 
 
 class RunSaver:
     """Saves a run under --save; does nothing without it. Every rank must make the same calls.
 
-    writers: of this rank; its progress file gets a line for every checkpoint, and its lock says whether this run may save.
+    state: what is saved. writers: of this rank; its progress file gets a line for every checkpoint, and its lock says whether this run may
+    save.
     """
 
-    def __init__(self, config: Config, engine: ZeroEngine, padded_vocab_size: int, writers: Writers) -> None:
+    def __init__(self, config: Config, state: EngineState, padded_vocab_size: int, writers: Writers) -> None:
         checkpoint = config.checkpoint
         self._directory = checkpoint.save
         self._with_moments = not checkpoint.no_save_optim
         self._flags = {**flags_by_group(config), "padded_vocab_size": padded_vocab_size}
-        self._engine = engine
+        self._state = state
         self._printer = writers.printer
         self._progress_file = writers.progress_file
         self._saver = None
         if self._directory is not None:
-            share = share_of(engine, with_moments=self._with_moments)
+            share = state.share(with_moments=self._with_moments)
             lock = writers.save_lock
             options = SaveOptions(checkpoint.async_save, checkpoint.keep_last, checkpoint.save_retain_interval)
             self._saver = CheckpointSaver(Path(self._directory), share, options, gather_texts, lock.check, lock.disk, self._count_copied)
@@ -46,9 +46,9 @@ class RunSaver:
         if under_way is not None:
             self._printer.on_first(f"waiting for the checkpoint at iteration {under_way:7d}, which is still being written")
         self.finish()
-        self._engine.finish_differences()
+        self._state.engine.finish_differences()
         self._printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {self._directory}")
-        manifest = manifest_of(self._engine, progress, self._flags, with_moments=self._with_moments)
+        manifest = self._state.manifest(progress, self._flags, with_moments=self._with_moments)
         self._report(self._saver.save(manifest))
 
     def wait_for_copy(self) -> None:
@@ -82,7 +82,7 @@ class RunSaver:
         )
 
     def _count_copied(self, nbytes: int) -> None:
-        self._engine.links.ledger.book(Category.COPIES, Traffic(inter_bytes=nbytes))
+        self._state.engine.links.ledger.book(Category.COPIES, Traffic(inter_bytes=nbytes))
 
     def _report(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from megatron_zpp.comm.backend import TorchBackend
-from megatron_zpp.comm.first_messages import send_first_messages
-from megatron_zpp.comm.lanes import Lanes, make_lanes
-from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.comm.code import EXACT, Code
 from megatron_zpp.comm.links import Links
-from megatron_zpp.comm.observed_lanes import ObservedLanes
-from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.comm.waits import Waits
+from megatron_zpp.comm.world_links import WorldLinks
 from megatron_zpp.config.counted import counted
+from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
@@ -26,14 +24,17 @@ from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.observer import Observer
-from megatron_zpp.parallel.groups import make_lane_groups
+from megatron_zpp.outer.options import OuterOptions
+from megatron_zpp.outer.steps import OuterSteps
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.initialize import World
+from megatron_zpp.parallel.islands import ranks_of_columns, ranks_of_islands
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.kept_inputs import about_kept_inputs, build_kept_inputs
 from megatron_zpp.training.sample_order import ordered_samples, read_samples
-from megatron_zpp.training.sharding import choose_policy, grid_of, prefetch_of
+from megatron_zpp.training.sharding import choose_policy, column_grid, grid_of, prefetch_of, sample_groups_of
 from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import ZeroEngine
@@ -50,22 +51,25 @@ class Vocabulary(NamedTuple):
 
 
 def build_links(config: Config, world: World, instruments: Instruments) -> Links:
-    """The links of this rank, with process groups of their own. Every rank must call it.
+    """The links of this rank inside its island, or in the world if that is one, with process groups of their own.
 
-    On a GPU they are connected at once, because NCCL would do it in the first step, and its buffers would not be in what is free.
+    Every rank must call it.
     """
-    grid = grid_of(config, world.world_size)
-    groups = make_lane_groups(grid, world.rank, world.collective_timeout, world.device, world.connecting)
-    backend = TorchBackend(grid, world.rank, groups)
-    streams = streams_of(world.device)
-    lanes: Lanes = make_lanes(streams, world.check_others)
-    if streams is not None:
-        send_first_messages(backend, lanes, world.device)
-    waits = Waits(world.check_others)
-    if instruments.observes_hops:
-        lanes = ObservedLanes(lanes, instruments.observer)
-        waits = Waits(world.check_others, instruments.observer)
-    return Links(backend, lanes, Ledger(grid, world.rank), world.device, streams, waits)
+    islands = ranks_of_islands(world.world_size, config.diloco.diloco_islands)
+    return _connected(grid_of(config, world.world_size), islands, world, instruments)
+
+
+def build_column(config: Config, world: World, instruments: Instruments) -> Links | None:
+    """The links to the ranks that have the same place on the other islands; None without outer steps. Every rank must call it."""
+    if config.diloco.diloco_sync_period is None:
+        return None
+    columns = ranks_of_columns(world.world_size, config.diloco.diloco_islands)
+    return _connected(column_grid(config), columns, world, instruments)
+
+
+def _connected(grid: Grid, worlds: Sequence[Sequence[int]], world: World, instruments: Instruments) -> Links:
+    waits = Waits(world.check_others, instruments.observer if instruments.observes_hops else Observer())
+    return WorldLinks.connect(grid, worlds, world.device, world.collective_timeout, waits, world.connecting).links
 
 
 def build_vocabulary(config: Config) -> Vocabulary:
@@ -153,6 +157,32 @@ def engine_options(config: Config, observer: Observer) -> EngineOptions:
     )
 
 
+def build_outer(config: Config, engine: ZeroEngine, column: Links | None) -> OuterSteps | None:
+    """The outer steps that flags ask for. column: of `build_column`. Every rank must call it; no byte crosses."""
+    return None if column is None else OuterSteps(engine, column, outer_options(config))
+
+
+def outer_options(config: Config) -> OuterOptions:
+    """The options of outer steps in a resolved configuration with --diloco-sync-period."""
+    diloco = config.diloco
+    period = diloco.diloco_sync_period
+    if period is None:
+        raise RuntimeError("the flags ask for no outer steps")
+    return OuterOptions(
+        period,
+        diloco.diloco_outer_lr,
+        diloco.diloco_outer_momentum,
+        diloco.diloco_start_iteration,
+        _outer_code(diloco.diloco_outer_bits, rounds=2),
+        _outer_code(diloco.diloco_difference_bits, rounds=1),
+        is_staggered=not diloco.diloco_all_at_once,
+    )
+
+
+def _outer_code(bits: int, rounds: int) -> Code:
+    return EXACT if bits == WORKING_DTYPE_BITS else Code.gaussian(bits, rounds)
+
+
 def _loss_scaler(precision: PrecisionConfig) -> LossScaler:
     if not precision.fp16:
         return ConstantLossScaler()
@@ -171,10 +201,11 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
 def describe_run(config: Config, links: Links, vocab_size: int, model: GPT) -> list[str]:
     """Lines that describe the world, the backends, the vocabulary and the model."""
     grid, device, padded = links.grid, links.device, model.padded_vocab_size
+    islands = config.diloco.diloco_islands
     context = f"context-parallel size: {grid.context_ranks}, " if grid.context_ranks > 1 else ""
-    nodes = f"{counted(grid.nodes, 'node')} x {counted(grid.ranks_per_node, 'rank')}"
+    nodes = f"{counted(islands * grid.nodes, 'node')} x {counted(grid.ranks_per_node, 'rank')}"
     lines = [
-        f"using world size: {grid.world_size}, data-parallel size: {grid.sample_groups}, {context}"
+        f"using world size: {islands * grid.world_size}, data-parallel size: {sample_groups_of(config, grid)}, {context}"
         f"tensor-model-parallel size: {grid.tensor_ranks} ({nodes}), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
         f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
@@ -184,4 +215,17 @@ def describe_run(config: Config, links: Links, vocab_size: int, model: GPT) -> l
     if config.data.reset_attention_mask:
         head = model.head_shape(working_dtype(config.precision))
         lines.append(describe_documents(device, head, (config.training.micro_batch_size, config.model.seq_length)))
-    return [*lines, *filter(None, [about_kept_inputs(config, device)])]
+    return [*lines, *filter(None, [about_kept_inputs(config, device), _about_islands(config)])]
+
+
+def _about_islands(config: Config) -> str:
+    """A line about outer steps; empty without them."""
+    diloco = config.diloco
+    if diloco.diloco_sync_period is None:
+        return ""
+    order = "all units at once" if diloco.diloco_all_at_once else "units in turns"
+    return (
+        f"islands: {diloco.diloco_islands}, joined every {counted(diloco.diloco_sync_period, 'iteration')} ({order}, outer gradients in "
+        f"{diloco.diloco_outer_bits} bits, changes in {diloco.diloco_difference_bits}, outer learning rate {diloco.diloco_outer_lr}, "
+        f"momentum {diloco.diloco_outer_momentum}); plain means until iteration {diloco.diloco_start_iteration}"
+    )

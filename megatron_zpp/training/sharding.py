@@ -86,11 +86,25 @@ def saved_between_nodes(config: Config, grid: Grid, padded_vocab_size: int) -> f
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
-    """Grid of a resolved configuration. A partition has --zero-hpz-partition-size ranks, or if that is 1, those of a node in one ladder."""
+    """Grid of one island in a resolved configuration, or of the world if that is one.
+
+    A partition has --zero-hpz-partition-size ranks, or if that is 1, those of a node in one ladder.
+    """
     distributed = config.distributed
     tensor_ranks, ranks_per_node = distributed.tensor_model_parallel_size, distributed.ranks_per_node
     of_partition = partition_ranks(config, ranks_per_node // tensor_ranks)
-    return Grid(world_size, ranks_per_node, of_partition, tensor_ranks, distributed.context_parallel_size)
+    island_ranks = world_size // config.diloco.diloco_islands
+    return Grid(island_ranks, ranks_per_node, of_partition, tensor_ranks, distributed.context_parallel_size)
+
+
+def sample_groups_of(config: Config, grid: Grid) -> int:
+    """Groups of ranks with samples of their own, of all islands. grid: of one."""
+    return grid.sample_groups * config.diloco.diloco_islands
+
+
+def column_grid(config: Config) -> Grid:
+    """Grid of the ranks that have the same place on each island, each on a node of its own."""
+    return Grid.of_nodes(config.diloco.diloco_islands, 1)
 
 
 def shape_of(config: Config, padded_vocab_size: int) -> ModelShape:

@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.candidates import (
     why_nothing_is_loaded,
 )
 from megatron_zpp.checkpoint.disk import Disk
-from megatron_zpp.checkpoint.engine_state import load_engine
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.folders import saved_iterations
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.parts import NotWholeError, Parts, PartsFinder
@@ -31,7 +31,6 @@ from megatron_zpp.parallel.initialize import GroupRanks, StartupError, World, ga
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.sample_order import ordered_samples
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
-from megatron_zpp.zero.engine import ZeroEngine
 
 Found = TypeVar("Found")
 
@@ -107,15 +106,16 @@ def find_resume_source(config: Config, world: World, disk: Disk, announce: Calla
     return ResumeSource(reader, StoredRun.of(checkpoint, folder, reader.manifest), notices)
 
 
-def load_progress(config: Config, engine: ZeroEngine, source: ResumeSource) -> Progress:
-    """Loads the checkpoint into the engine. Returns the progress that the run continues from; its start without a checkpoint."""
+def load_progress(config: Config, state: EngineState, source: ResumeSource) -> Progress:
+    """Loads the checkpoint. Returns the progress that the run continues from; its start without a checkpoint."""
     ordered = ordered_samples(config, source.stored)
     if source.reader is None or source.stored is None:
         return Progress(ordered_samples=ordered)
     stored = source.stored
     if not stored.weights_only:
-        engine.start_iteration(stored.manifest.iteration)  # before copies are filled: it may end full precision, and then they start anew
-    load_engine(engine, source.reader, with_moments=stored.gives_moments(config), with_copies=stored.gives_copies(config))
+        # Before copies are filled: it may end full precision, and then they start anew.
+        state.engine.start_iteration(stored.manifest.iteration)
+    state.load(source.reader, with_moments=stored.gives_moments(config), with_copies=stored.gives_copies(config))
     return stored.progress(ordered)
 
 

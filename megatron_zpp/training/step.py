@@ -17,8 +17,8 @@ from megatron_zpp.zero.engine import ZeroEngine
 class StepOutcome:
     """Result of one training step.
 
-    lm_loss: mean over the micro-batches of all ranks. model_state_bytes, host_state_bytes: at the end of backward, on device and host.
-    num_zeros: elements of the mean gradient that are 0, if the engine counts them.
+    lm_loss: mean over the micro-batches of all ranks, or of those of an island. model_state_bytes, host_state_bytes: at the end of
+    backward, on device and host. num_zeros: elements of the mean gradient that are 0, if the engine counts them.
     """
 
     lm_loss: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_zpp.checkpoint.island_state import state_of
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.schema import Config
@@ -12,14 +13,17 @@ from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.progress_file import ProgressFile
 from megatron_zpp.monitor.training_line import validation_lines
+from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.training.bad_iterations import BadIterations
 from megatron_zpp.training.evaluation import HeldOutSet, HeldOutSets, evaluate, is_followed_by_validation
 from megatron_zpp.training.garbage import GarbageCollection
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import StepReadings, StepTimes, Stopwatch
+from megatron_zpp.training.other_islands import OtherIslands
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.same_samples import SameSamples
 from megatron_zpp.training.saving import RunSaver
+from megatron_zpp.training.sharding import sample_groups_of
 from megatron_zpp.training.step import StepOutcome, forward_backward, gather_numbers
 from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, reason_for_stopping
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
@@ -30,24 +34,36 @@ from megatron_zpp.zero.engine import ZeroEngine
 class Trainer:
     """One rank's training run. Every rank must make the same calls.
 
-    progress: where the run starts; the trainer advances it.
+    progress: where the run starts; the trainer advances it. outer: the outer steps of islands; None without them.
     """
 
-    def __init__(self, config: Config, model: GPT, engine: ZeroEngine, datasets: Datasets, writers: Writers, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: GPT,
+        engine: ZeroEngine,
+        datasets: Datasets,
+        writers: Writers,
+        progress: Progress,
+        outer: OuterSteps | None = None,
+    ) -> None:
         self._config = config
         self._model = model
         self._engine = engine
+        self._outer = outer
+        self._other_islands = OtherIslands(outer)
         self._writers = writers
         self._progress = progress
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.sample_lengths)
         self._weight_decays = WeightDecaySchedule.from_config(config.optimizer, config.training, config.sample_lengths)
-        self._saver = RunSaver(config, engine, model.padded_vocab_size, writers)
+        self._saver = RunSaver(config, state_of(engine, outer), model.padded_vocab_size, writers)
         self._garbage = GarbageCollection(config.training)
         self._iterations_to_skip = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._bad_iterations = BadIterations()
         self._reason_for_stopping: str | None = None
         grid, size = engine.links.grid, config.training.micro_batch_size
-        group, groups = grid.sample_group_of(engine.rank), grid.sample_groups
+        first = 0 if outer is None else outer.island * grid.sample_groups
+        group, groups = first + grid.sample_group_of(engine.rank), sample_groups_of(config, grid)
         part = TokenPart(grid.context_rank_of(engine.rank), grid.context_ranks)
         sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, size, group, groups)
         self._batch_sizes = running_schedule(config, groups)
@@ -56,7 +72,7 @@ class Trainer:
         make_check = self._same_samples.of_another_set
         self._held_out = HeldOutSets(config, datasets, progress.iteration, group=group, groups=groups, part=part, make_check=make_check)
         tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
-        self._reporter = Reporter(config, model.padded_vocab_size, engine, writers, tally, self._held_out.final_evaluations)
+        self._reporter = Reporter(config, model.padded_vocab_size, engine, writers, tally, self._held_out.final_evaluations, outer)
 
     def run(self) -> None:
         """Trains up to --train-iters or until a stop condition holds, and saves under --save. With --skip-train it only evaluates.
@@ -112,14 +128,16 @@ class Trainer:
         outcome, requests = self._train_step(batch_size // self._batch_sizes.grain, learning_rate, stop_conditions)
         times = StepTimes(batch_size, stopwatch.lap(), self._train_batches.wait_seconds - waited)
         self._bad_iterations.count(outcome, progress, scaler_before)
-        progress.advance(batch_size, self._config.model.seq_length, is_skipped=outcome.is_skipped)
-        self._reason_for_stopping = reason_for_stopping(requests, progress.iteration, self._config.training)
+        # An island skips a step by itself, and the learning rate must be the same on all.
+        is_skipped = outcome.is_skipped and self._outer is None
+        progress.advance(batch_size, self._config.model.seq_length, is_skipped=is_skipped)
+        self._note_requests(requests)
         readings = StepReadings(outcome, batch_size, learning_rate, loss_scaler.scale)
         self._reporter.iteration(progress, readings, times, is_last=self._is_last())
         self._bad_iterations.end_run_if_too_many(self._config, self._engine, self._saver)
 
     def _train_step(self, microbatches: int, learning_rate: float, stop_conditions: StopConditions) -> tuple[StepOutcome, StopRequest]:
-        """Trains on the next micro-batches; returns the result of the step and the stop requests of all ranks."""
+        """Trains on the next micro-batches; returns the result of the step and the stop requests of the ranks of this island."""
         engine = self._engine
         weight_decay = self._weight_decays.weight_decay(self._progress.scheduled(self._weight_decays.tokens_per_sample))
         loss_sum = forward_backward(self._model, engine, self._train_batches, microbatches)
@@ -132,8 +150,11 @@ class Trainer:
         _, tensor_ranks, numbers = gathered.shape
         loss_sums, requests = update.report[:: numbers * tensor_ranks], update.report[1::numbers]
         self._same_samples.compare(update.report[2::numbers])
-        lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
-        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, states.device, update.num_zeros, states.host)
+        lm_loss, outer_bytes = sum(loss_sums) / (microbatches * len(loss_sums)), 0
+        if self._outer is not None:
+            self._outer.step()
+            outer_bytes = self._outer.state_bytes()
+        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, states.device + outer_bytes, update.num_zeros, states.host)
         return outcome, StopRequest.of_ranks(requests)
 
     def _skip_iteration(self, stop_conditions: StopConditions) -> None:
@@ -145,11 +166,19 @@ class Trainer:
         progress.advance(batch_size, self._config.model.seq_length, is_skipped=True)
         self._engine.finish_differences()  # with the random signs of their own step, as before a save
         self._engine.start_iteration(progress.iteration)
-        requests = gather_numbers([stop_conditions.request()], self._engine).flatten().tolist()
-        self._reason_for_stopping = reason_for_stopping(StopRequest.of_ranks(requests), progress.iteration, self._config.training)
+        if self._outer is not None:
+            self._saver.wait_for_copy()
+            self._outer.step()
+        self._note_requests(StopRequest.of_ranks(gather_numbers([stop_conditions.request()], self._engine).flatten().tolist()))
         self._writers.printer.on_last(
             f" iteration {progress.iteration:8d} is passed over (--iterations-to-skip): samples {first} to {first + batch_size - 1}"
         )
+
+    def _note_requests(self, requests: StopRequest) -> None:
+        """Ends the run after this iteration if there is a reason. requests: of the ranks of this island."""
+        iteration = self._progress.iteration
+        known = self._other_islands.requests(requests, iteration)
+        self._reason_for_stopping = reason_for_stopping(known, iteration, self._config.training)
 
     def _between_steps(self) -> None:
         """Saves and validates if they are due. Saves first: a run that was asked to end may be killed during a validation."""
@@ -194,11 +223,14 @@ class Trainer:
 
     def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
         """Evaluates, prints the mean loss and returns it."""
-        self._engine.links.lanes.drain()  # may fork data workers, which is safe only while no other thread works
+        for links in (self._engine.links, *([self._outer.links] if self._outer is not None else [])):
+            links.lanes.drain()  # may fork data workers, which is safe only while no other thread works
         if held_out.batches.starts_workers:
             self._saver.finish()  # a worker would keep open what the save writes, and with it the disk space after --keep-last deletes it
+        if self._outer is not None:
+            self._saver.wait_for_copy()  # which copies inner weights, and the outer ones take their place
         with self._garbage.evaluation(), self._engine.options.observer.phase("eval-time"):
-            loss = evaluate(self._model, self._engine, held_out)
+            loss = evaluate(self._model, self._engine, held_out, self._outer)
         self._reporter.between_steps("eval-time")
         self._writers.printer.on_last(validation_lines(self._progress.iteration, loss, set_name=held_out.name, drawn_from=drawn_from))
         return loss

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.comm.backend import Backend, TorchBackend, VirtualBackend
+from megatron_zpp.comm.waits import Waits
 from megatron_zpp.comm.world_links import WorldLinks, has_world
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
@@ -188,7 +189,7 @@ def shard(
     if backend is not None:
         made = WorldLinks.over(backend, device, options.observer)
     else:
-        made = WorldLinks.connect(grid, ranks_of_islands(world_size, islands), device, timeout, options.observer)
+        made = WorldLinks.connect(grid, ranks_of_islands(world_size, islands), device, timeout, Waits(observer=options.observer))
     remind = partial(_remind_to_close, rank)
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, made.links, loss_scaler, partial(_end, made, remind))
     if isinstance(backend, VirtualBackend):

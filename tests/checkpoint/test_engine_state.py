@@ -13,7 +13,7 @@ from harness.small_state import Gathering
 from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_BYTES, ELEMENT_TYPE, CheckpointError
 from megatron_zpp.checkpoint.progress import Progress
@@ -36,8 +36,12 @@ def saved(directory: Path, shape: tuple[int, int], row: str, *, with_moments: bo
     def program(backend: VirtualBackend) -> list[tuple[str, str, int, Tensor]]:
         rank = Rank(Job(ROWS[row], shape=SHAPE, steps=ITERATION), backend)
         rank.train()
-        saver = CheckpointSaver(directory, share_of(rank.engine, with_moments=with_moments), SaveOptions(), gathering.of(backend.rank))
-        saver.save(replace(manifest_of(rank.engine, Progress(ITERATION, 96, 96), {}, with_moments=with_moments), chunk_bytes=chunk_bytes))
+        saver = CheckpointSaver(
+            directory, EngineState(rank.engine).share(with_moments=with_moments), SaveOptions(), gathering.of(backend.rank)
+        )
+        saver.save(
+            replace(EngineState(rank.engine).manifest(Progress(ITERATION, 96, 96), {}, with_moments=with_moments), chunk_bytes=chunk_bytes)
+        )
         return own(rank)
 
     return whole(run_world(shape, program))
@@ -49,7 +53,7 @@ def loaded(directory: Path, shape: tuple[int, int], row: str, *, with_moments: b
     def program(backend: VirtualBackend) -> tuple[list[tuple[str, str, int, Tensor]], int, int]:
         rank = Rank(Job(ROWS[row], shape=SHAPE), backend)
         with CheckpointReader(iteration_folder(directory, ITERATION)) as reader:
-            load_engine(rank.engine, reader, with_moments=with_moments)
+            EngineState(rank.engine).load(reader, with_moments=with_moments)
             return own(rank), reader.bytes_read, rank.engine.optimizer.steps
 
     results = run_world(shape, program)

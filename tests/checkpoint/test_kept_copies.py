@@ -15,7 +15,7 @@ from harness.small_state import Gathering
 from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -52,9 +52,9 @@ def train(rank: Rank, first: int, last: int) -> History:
 
 def save(rank: Rank, directory: Path, gathering: Gathering, *, in_background: bool = False) -> CheckpointSaver:
     options = SaveOptions(in_background=in_background)
-    saver = CheckpointSaver(directory, share_of(rank.engine, with_moments=True), options, gathering.of(rank.backend.rank))
+    saver = CheckpointSaver(directory, EngineState(rank.engine).share(with_moments=True), options, gathering.of(rank.backend.rank))
     rank.engine.finish_differences()
-    saver.save(manifest_of(rank.engine, Progress(SAVED_AT, 96, 96), {}, with_moments=True))
+    saver.save(EngineState(rank.engine).manifest(Progress(SAVED_AT, 96, 96), {}, with_moments=True))
     saver.wait_for_copy()
     return saver
 
@@ -79,7 +79,7 @@ def loaded(directory: Path, stage: int, backend: VirtualBackend, *, with_copies:
     rank = Rank(job(stage), backend)
     rank.engine.start_iteration(SAVED_AT)
     with CheckpointReader(iteration_folder(directory, SAVED_AT)) as reader:
-        load_engine(rank.engine, reader, with_moments=True, with_copies=with_copies)
+        EngineState(rank.engine).load(reader, with_moments=True, with_copies=with_copies)
     return rank
 
 
@@ -207,7 +207,7 @@ def test_the_copies_have_the_working_dtype_in_the_manifest(saved: SavedRun) -> N
 def test_weights_alone_are_saved_without_copies() -> None:
     def program(backend: VirtualBackend) -> set[str]:
         rank = Rank(dataclasses.replace(job(3), steps=1), backend)
-        share = share_of(rank.engine, with_moments=False)
+        share = EngineState(rank.engine).share(with_moments=False)
         rank.engine.close()
         return {piece.state for piece in share.pieces}
 

@@ -12,7 +12,7 @@ from harness.small_engine import LEARNING_RATE, Job, mean_losses
 from harness.small_state import Gathering
 from harness.worlds import run_world
 
-from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -43,8 +43,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, list[H
     def program(backend: VirtualBackend) -> tuple[Stated, History]:
         rank = rank_of(3, backend)
         train(rank, 0, SAVED_AT)
-        saver = CheckpointSaver(directory, share_of(rank.engine, with_moments=True), SaveOptions(), gathering.of(backend.rank))
-        saver.save(manifest_of(rank.engine, Progress(SAVED_AT, 96, 96), {}, with_moments=True))
+        saver = CheckpointSaver(directory, EngineState(rank.engine).share(with_moments=True), SaveOptions(), gathering.of(backend.rank))
+        saver.save(EngineState(rank.engine).manifest(Progress(SAVED_AT, 96, 96), {}, with_moments=True))
         stated, history = rank.stated(), train(rank, SAVED_AT, STEPS)
         saver.finish()
         rank.engine.close()
@@ -75,7 +75,7 @@ def test_any_number_of_context_ranks_finds_the_weights_and_moments_that_two_have
         rank = rank_of(stage, backend)
         rank.engine.start_iteration(SAVED_AT)
         with CheckpointReader(iteration_folder(directory, SAVED_AT)) as reader:
-            load_engine(rank.engine, reader, with_moments=True)
+            EngineState(rank.engine).load(reader, with_moments=True)
         stated, history = rank.stated(), train(rank, SAVED_AT, STEPS)
         rank.engine.close()
         return stated, history

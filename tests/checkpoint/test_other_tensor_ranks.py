@@ -12,7 +12,7 @@ from harness.small_engine import LEARNING_RATE, Job, ModelShape, mean_losses
 from harness.small_state import Gathering
 from harness.worlds import run_world
 
-from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -54,9 +54,9 @@ def train(rank: DividedRank, first: int, last: int) -> History:
 
 def save(rank: DividedRank, directory: Path, gathering: Gathering, *, in_background: bool) -> CheckpointSaver:
     options = SaveOptions(in_background=in_background)
-    saver = CheckpointSaver(directory, share_of(rank.engine, with_moments=True), options, gathering.of(rank.backend.rank))
+    saver = CheckpointSaver(directory, EngineState(rank.engine).share(with_moments=True), options, gathering.of(rank.backend.rank))
     rank.engine.finish_differences()
-    saver.save(manifest_of(rank.engine, Progress(SAVED_AT, 96, 96), {}, with_moments=True))
+    saver.save(EngineState(rank.engine).manifest(Progress(SAVED_AT, 96, 96), {}, with_moments=True))
     saver.wait_for_copy()
     return saver
 
@@ -64,7 +64,7 @@ def save(rank: DividedRank, directory: Path, gathering: Gathering, *, in_backgro
 def load(rank: DividedRank, directory: Path) -> None:
     rank.engine.start_iteration(SAVED_AT)
     with CheckpointReader(iteration_folder(directory, SAVED_AT)) as reader:
-        load_engine(rank.engine, reader, with_moments=True, with_copies=rank.engine.keeps_copies)
+        EngineState(rank.engine).load(reader, with_moments=True, with_copies=rank.engine.keeps_copies)
 
 
 def through(

@@ -17,7 +17,7 @@ from harness.small_engine import LEARNING_RATE, Job, Rank, train_world
 
 from megatron_zpp.checkpoint import saver as saver_module
 from megatron_zpp.checkpoint import snapshot
-from megatron_zpp.checkpoint.engine_state import manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.checkpoint.progress import Progress
@@ -53,7 +53,7 @@ def train(gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch, *, waits_for_
     monkeypatch.setattr(saver_module, "threading", SimpleNamespace(Thread=later.make_thread, Event=threading.Event))
     monkeypatch.setattr(snapshot, "streams_of", lambda _: gpu.machine)
     rank = Rank(JOB, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
-    saver = CheckpointSaver(folder, share_of(rank.engine, with_moments=True), SaveOptions(in_background=True), lambda text: [text])
+    saver = CheckpointSaver(folder, EngineState(rank.engine).share(with_moments=True), SaveOptions(in_background=True), lambda text: [text])
     history = []
     states: list[list[Piece]] = []
     for step in range(JOB.steps):
@@ -64,7 +64,7 @@ def train(gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch, *, waits_for_
         history.append((loss, rank.engine.step(LEARNING_RATE).grad_norm))
         later.run()
         states.append([replace(piece, values=piece.values.clone()) for piece in owned_pieces(rank.engine)])
-        saver.save(manifest_of(rank.engine, Progress(step + 1, 0, 0), {}, with_moments=True))
+        saver.save(EngineState(rank.engine).manifest(Progress(step + 1, 0, 0), {}, with_moments=True))
     later.run()
     saver.finish()
     rank.engine.close()

@@ -10,6 +10,7 @@ import torch
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from torch import Tensor
 
+from megatron_zpp.comm import world_links
 from megatron_zpp.comm.backend import Work
 from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.config.cli import parse_flags
@@ -111,15 +112,22 @@ class FakeWorld:
         """Is not called, as no group is made."""
 
 
+def connect_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets rank 0 of two make links without process groups: a pair of its lanes and waits."""
+    monkeypatch.setattr(world_links, "has_world", lambda: True)
+    monkeypatch.setattr(world_links.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(world_links, "make_lane_groups", lambda *arguments: {})
+    monkeypatch.setattr(world_links, "Links", lambda backend, lanes, ledger, device, waits: (lanes, waits))
+
+
 @pytest.mark.parametrize("flags", ["", "--timing-log-level 2"])
 def test_the_tensor_link_of_a_run_watches_the_others_and_tells_its_timers_of_waits_if_they_run(
     flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "make_lane_groups", lambda *arguments: {})
-    monkeypatch.setattr(setup, "Links", lambda *arguments: arguments)
+    connect_nobody(monkeypatch)
     config = resolve(parse_flags(f"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 {flags}".split()), 2, 2)
     instruments, world = make_instruments(config, CPU, 0), FakeWorld("cpu")
-    *_, waits = cast(tuple[Any, ...], setup.build_links(config, cast(Any, world), instruments))
+    _, waits = cast(tuple[Any, ...], setup.build_links(config, cast(Any, world), instruments))
     assert waits.watch == world.check_others
     assert (waits.observer is instruments.observer) == bool(flags)
 
@@ -128,11 +136,10 @@ def test_the_tensor_link_of_a_run_watches_the_others_and_tells_its_timers_of_wai
 def test_a_run_connects_its_lanes_when_it_builds_them_if_it_is_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     world: Any = FakeWorld(device)
-    monkeypatch.setattr(setup, "make_lane_groups", lambda *arguments: {})
-    monkeypatch.setattr(setup, "streams_of", lambda device: None if device.type == "cpu" else "streams")
-    monkeypatch.setattr(setup, "make_lanes", lambda streams, watch: f"lanes on {streams}")
-    monkeypatch.setattr(setup, "send_first_messages", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(setup, "Links", lambda *arguments: arguments)
+    connect_nobody(monkeypatch)
+    monkeypatch.setattr(world_links, "streams_of", lambda device: None if device.type == "cpu" else "streams")
+    monkeypatch.setattr(world_links, "make_lanes", lambda streams, watch: f"lanes on {streams}")
+    monkeypatch.setattr(world_links, "send_first_messages", lambda *arguments: calls.append(arguments))
     config = resolve(parse_flags("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()), 2, 2)
     setup.build_links(config, world, make_instruments(config, CPU, 0))
     assert [arguments[1:] for arguments in calls] == ([("lanes on streams", world.device)] if device == "cuda" else [])

@@ -25,7 +25,7 @@ from test_convert_hf import NULL, PADDED
 from test_generate_text import continuation, words
 from torch import Tensor
 
-from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.folders import find_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -85,9 +85,9 @@ def write(directory: Path, model: GPT) -> None:
                 name = segment.spec.name
                 part = part_of(name, weights[name], model.config, SAVING_GRID.tensor_ranks, engine.links.tensor_rank).flatten()
                 unit.main_weight[segment.offset : segment.offset + segment.stop - segment.start] = part[segment.start : segment.stop]
-        saver = CheckpointSaver(directory, share_of(engine, with_moments=True), SaveOptions(), gathering.of(backend.rank))
+        saver = CheckpointSaver(directory, EngineState(engine).share(with_moments=True), SaveOptions(), gathering.of(backend.rank))
         flags = {"model": asdict(model.config), "data": asdict(NULL), "padded_vocab_size": model.padded_vocab_size}
-        saver.save(manifest_of(engine, Progress(7, 56, 56), flags, with_moments=True))
+        saver.save(EngineState(engine).manifest(Progress(7, 56, 56), flags, with_moments=True))
         engine.close()
 
     run_world(SAVING_GRID, program)
@@ -107,7 +107,7 @@ def weights_in(directory: Path, model: GPT, grid: Grid) -> dict[str, Tensor]:
         folder = find_checkpoint(directory, None)
         assert folder is not None
         with CheckpointReader(folder) as reader:
-            load_engine(engine, reader, with_moments=False)
+            EngineState(engine).load(reader, with_moments=False)
         pieces = [piece for piece in resting_pieces(engine) if piece.state == "weight"]
         engine.close()
         return pieces

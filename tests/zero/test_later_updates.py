@@ -11,7 +11,7 @@ from harness.small_engine import Job, ModelShape, Rank
 from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.checkpoint.engine_state import manifest_of
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.optimizer import LaterUpdates, Update
@@ -63,7 +63,7 @@ def evaluate(rank: Rank) -> None:
 READERS: dict[str, Callable[[Rank], object]] = {
     "the pieces that a save writes": lambda rank: list(owned_pieces(rank.engine)),
     "the pieces that a load fills": lambda rank: list(resting_pieces(rank.engine)),
-    "the manifest of a checkpoint": lambda rank: manifest_of(rank.engine, Progress(2, 0, 0), {}, with_moments=True),
+    "the manifest of a checkpoint": lambda rank: EngineState(rank.engine).manifest(Progress(2, 0, 0), {}, with_moments=True),
     "what comes before a save": lambda rank: rank.engine.finish_differences(),
     "the state dict": lambda rank: dict(full_weights(rank.engine)),
     "the norm of the weights": lambda rank: rank.engine.weight_norm(),

@@ -14,7 +14,7 @@ from harness.small_state import Gathering
 from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.checkpoint.engine_state import load_engine, manifest_of, share_of
+from megatron_zpp.checkpoint.engine_state import EngineState
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -139,8 +139,8 @@ def test_a_run_that_resumes_in_another_world_goes_on_as_if_it_had_not_been_saved
     def save(backend: Backend) -> None:
         rank = Sometimes(Job(POLICIES[3], shape=SHAPE), backend)
         assert trained(rank, 0, SAVED_AT) == pytest.approx(norms[:SAVED_AT], rel=2e-5)
-        saver = CheckpointSaver(tmp_path, share_of(rank.engine, with_moments=True), SaveOptions(), gathering.of(backend.rank))
-        saver.save(manifest_of(rank.engine, Progress(SAVED_AT, 96, 96), {}, with_moments=True))
+        saver = CheckpointSaver(tmp_path, EngineState(rank.engine).share(with_moments=True), SaveOptions(), gathering.of(backend.rank))
+        saver.save(EngineState(rank.engine).manifest(Progress(SAVED_AT, 96, 96), {}, with_moments=True))
         rank.engine.close()
 
     def resume(backend: Backend) -> None:
@@ -148,7 +148,7 @@ def test_a_run_that_resumes_in_another_world_goes_on_as_if_it_had_not_been_saved
         rank.engine.start_iteration(SAVED_AT)
         with CheckpointReader(iteration_folder(tmp_path, SAVED_AT)) as reader:
             assert reader.manifest.run["unused_steps"] == {"blocks.0.spare": 2, "blocks.1.spare": 2, BIAS: 2}
-            load_engine(rank.engine, reader, with_moments=True)
+            EngineState(rank.engine).load(reader, with_moments=True)
         assert trained(rank, SAVED_AT) == pytest.approx(norms[SAVED_AT:], rel=2e-5)
         check_weights(rank, weights)
         assert rank.engine.optimizer.unused_steps == {"blocks.0.spare": 3, "blocks.1.spare": 3, BIAS: 2}

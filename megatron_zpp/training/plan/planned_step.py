@@ -34,7 +34,7 @@ from megatron_zpp.training.plan.recorder import META, NoLanes, PlannedStaging, R
 from megatron_zpp.training.plan.repeats import Repeat, without_repeats
 from megatron_zpp.training.plan.step_record import EngineRun, StepRecord
 from megatron_zpp.training.setup import build_model, engine_options, working_dtype
-from megatron_zpp.training.sharding import prefetch_of
+from megatron_zpp.training.sharding import prefetch_of, sample_groups_of
 from megatron_zpp.training.step import microbatch_loss
 from megatron_zpp.zero.engine_options import EngineOptions
 
@@ -154,12 +154,12 @@ class PlannedStep:
 
 
 def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: bool) -> PlannedStep:
-    """The step of a resolved configuration."""
+    """The step of a resolved configuration. grid: of the world, or of one island."""
     small, repeats = without_repeats(config.model, prefetch_of(config.zero))
     # Kernels of Apex run on values alone, and it need not be installed here. Those of torch keep and make the same.
     config = replace(config, model=small).with_values(compile=False, norm_backend="torch", optimizer_backend="torch")
     training, workspace = config.training, Workspace(is_on_gpu, config.training.deterministic_mode)
-    microbatches = training.global_batch_size // (training.micro_batch_size * grid.sample_groups)
+    microbatches = training.global_batch_size // (training.micro_batch_size * sample_groups_of(config, grid))
     job = _ModelJob.of(config, grid, padded_vocab_size, workspace)
     # Evaluation keeps less than training, unless its micro-batches are larger.
     evaluated = training.eval_micro_batch_size
