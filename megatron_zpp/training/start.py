@@ -62,7 +62,15 @@ FLAGS_OF_A_CONTINUED_RUN = (
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
+    "diloco_sync_period",
+    "diloco_start_iteration",
+    "diloco_outer_lr",
+    "diloco_outer_momentum",
+    "diloco_outer_bits",
+    "diloco_difference_bits",
+    "diloco_all_at_once",
 )
+VALUES_OF_ISLANDS = ("diloco_start_iteration", "diloco_outer_lr")  # they are None in a run without islands
 
 
 @dataclass(frozen=True)
@@ -215,7 +223,8 @@ def flags_that_differ(config: Config, theirs: Mapping[str, Any]) -> list[str]:
         group = GROUP_OF_FIELD[name]
         then, now = theirs.get(group, {}).get(name), config.value_of(name)
         then = tuple(then) if isinstance(then, list) else then
-        if name in theirs.get(group, {}) and then != now:
+        is_of_islands = None in (then, now) and name in VALUES_OF_ISLANDS
+        if name in theirs.get(group, {}) and then != now and not is_of_islands:
             differing.append(f"{spelling_of(name)} {then} there and {now} here")
     return differing
 

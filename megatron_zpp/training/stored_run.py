@@ -13,6 +13,7 @@ from megatron_zpp.checkpoint.contents import check_model, check_moments, rotatio
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, read_manifest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import LARGEST_LENGTH
 from megatron_zpp.config.sample_lengths import SampleLengths
 from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, PrecisionConfig, TrainingConfig, ZeroConfig
@@ -113,12 +114,24 @@ class StoredRun:
         """Warnings about differences that are allowed."""
         rotation = rotation_differences(self.manifest, config.model)
         lines = [f"WARNING: the weights were trained with other rotary positions: {'; '.join(rotation)}"] if rotation else []
+        if about_islands := self._about_islands(config):
+            lines.append(about_islands)
         if self.gives_moments(config) and config.zero.zero_quantized_weight_differences and not self.gives_copies(config):
             lines.append(
                 "the checkpoint has no copy of the weights for --zero-quantized-weight-differences with these bits in this precision; the "
                 "copies begin as its main weights"
             )
         return lines
+
+    def _about_islands(self, config: Config) -> str:
+        """A line about islands of the checkpoint that do not go on as they are; empty if all do."""
+        there, here = self.manifest.islands, config.diloco.diloco_islands if config.diloco.diloco_sync_period is not None else 0
+        if there == here or not self.gives_moments(config):
+            return ""
+        if there == 0:
+            return "the checkpoint has no outer steps; every island begins with its weights and moments, and without outer momentum"
+        whose = f"each of the {counted(here, 'island')} here goes" if here else "the run goes"
+        return f"the checkpoint has {counted(there, 'island')}; {whose} on from the mean of their weights and moments"
 
 
 def find_stored_run(checkpoint: CheckpointConfig) -> StoredRun | None:
