@@ -129,7 +129,7 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
     rules_tensor.check_resolved(config)
     rules_context.check_resolved(config)
     rules_schedule.check_resolved(config, batches, ranks.sample_groups)
-    rules_zero.check_resolved(config, ranks.of_island)
+    rules_zero.check_resolved(config, ranks)
     rules_diloco.check_resolved(config, ranks)
     return config.with_notices(
         *rules_model.surprising_defaults(config),

@@ -72,7 +72,7 @@ def check_codes(config: Config, ranks: RankCounts) -> None:
 def surprising_lengths(config: Config, batches: BatchSchedule) -> Iterator[str]:
     """Lines about outer steps that begin too early, or are too few."""
     diloco, train_iters = config.diloco, config.training.train_iters
-    period, start = diloco.diloco_sync_period, diloco.diloco_start_iteration
+    period, start = diloco.diloco_sync_period, diloco.diloco_start_iteration or 0
     if period is None:
         return
     warmup = warmup_iterations(config, batches)

@@ -29,11 +29,17 @@ def check_given(config: Config) -> None:
 
 
 def check_resolved(config: Config, ranks: RankCounts) -> None:
-    """Raises FlagError for the first rule that the filled-in values break in a world of these ranks."""
-    check_partition_divides_node(config, ranks)
-    check_copy_is_kept(config, ranks)
-    check_remaining_link_is_quantized(config, ranks)
-    check_partitions_of_gaussian_codes(config, ranks)
+    """Raises FlagError for the first rule that the filled-in values break in a world of these ranks. An island is a world of its own."""
+    of_island = ranks.of_island
+    check_partition_divides_node(config, of_island)
+    check_copy_is_kept(config, of_island)
+    check_remaining_link_is_quantized(config, of_island, one_node(ranks))
+    check_partitions_of_gaussian_codes(config, of_island)
+
+
+def one_node(ranks: RankCounts) -> str:
+    """That there is no link between nodes, in words."""
+    return "there is one node" if ranks.islands == 1 else "an island has one node"
 
 
 def check_quantized_stage(config: Config) -> None:
@@ -195,10 +201,10 @@ def check_partition_divides_node(config: Config, ranks: RankCounts) -> None:
     )
 
 
-def check_remaining_link_is_quantized(config: Config, ranks: RankCounts) -> None:
+def check_remaining_link_is_quantized(config: Config, ranks: RankCounts, one_node: str) -> None:
     """With one partition, or partitions of one rank, gradients cross one link only, which must not have 16 bits."""
     if not has_inter_link(config, ranks):
-        name, reason = "zero_quantized_gradients_intra_bits", "there is one node"
+        name, reason = "zero_quantized_gradients_intra_bits", one_node
     elif partition_ranks(config, ranks.data_ranks_per_node) == 1:
         name, reason = "zero_quantized_gradients_inter_bits", _one_rank_per_node(ranks)
     else:
@@ -232,14 +238,14 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
 
     asked_partition_ranks: --zero-hpz-partition-size as given. With one data rank the configuration has 1 instead.
     """
-    one_node, ranks = "there is one node" if ranks.islands == 1 else "an island has one node", ranks.of_island
+    alone_in_words, ranks = one_node(ranks), ranks.of_island
     features = [spelling_of(name) for name in QUANTIZED if config.value_of(name)]
     if asked_partition_ranks > config.zero.zero_hpz_partition_size:
         features.insert(0, in_words("zero_hpz_partition_size", asked_partition_ranks))
     if not features:
         return []
     if ranks.data == 1:
-        alone = one_node.replace("node", "rank")
+        alone = alone_in_words.replace("node", "rank")
         if ranks.tensor > 1:
             alone = f"all {ranks.world} ranks have the same samples (--tensor-model-parallel-size)"
         return [f"{' and '.join(features)}: {alone}, so nothing crosses a link, is quantized or kept as a copy"]
@@ -248,7 +254,9 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
             return []
         return [f"{' and '.join(features)}: {_one_rank_per_node(ranks)}, so only the link between nodes carries quantized values"]
     others = [feature for feature in features if feature != DIFFERENCES]
-    lines = [f"{' and '.join(others)}: {one_node}, so only the link inside it carries quantized values"] if others else []
+    lines = [f"{' and '.join(others)}: {alone_in_words}, so only the link inside it carries quantized values"] if others else []
     if DIFFERENCES in features:
-        lines.append(f"{DIFFERENCES}: {one_node}, so no differences are sent; weights cross the link inside it in the working precision")
+        lines.append(
+            f"{DIFFERENCES}: {alone_in_words}, so no differences are sent; weights cross the link inside it in the working precision"
+        )
     return lines

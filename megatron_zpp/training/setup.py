@@ -172,7 +172,7 @@ def outer_options(config: Config) -> OuterOptions:
         period,
         diloco.diloco_outer_lr,
         diloco.diloco_outer_momentum,
-        diloco.diloco_start_iteration,
+        diloco.diloco_start_iteration or 0,
         _outer_code(diloco.diloco_outer_bits, rounds=2),
         _outer_code(diloco.diloco_difference_bits, rounds=1),
         is_staggered=not diloco.diloco_all_at_once,

@@ -30,7 +30,7 @@ class DilocoConfig:
         otherwise="every node is one; 1 without --diloco-sync-period",
         needs=needs("diloco_sync_period"),
     )
-    diloco_start_iteration: int = flag(
+    diloco_start_iteration: int | None = flag(
         None,
         help="Until this iteration islands take the plain mean of their weights after every step. An earlier one than the end of the "
         "warmup of the learning rate loses much: outer momentum that has seen a warmup alone throws the model away.",
@@ -39,15 +39,16 @@ class DilocoConfig:
         otherwise="the end of the warmup of the learning rate",
         needs=needs("diloco_sync_period"),
     )
-    diloco_outer_lr: float = flag(
+    diloco_outer_lr: float | None = flag(
         None,
         help="Learning rate of the outer step.",
+        unit="1",
         allowed=POSITIVE,
         otherwise="--diloco-sync-period / 40, at most 0.7",
         needs=needs("diloco_sync_period"),
     )
     diloco_outer_momentum: float = flag(
-        0.9, help="Nesterov momentum of the outer step.", allowed=FRACTION, needs=needs("diloco_sync_period")
+        0.9, help="Nesterov momentum of the outer step.", unit="1", allowed=FRACTION, needs=needs("diloco_sync_period")
     )
     diloco_outer_bits: int = flag(
         3,
