@@ -105,11 +105,9 @@ CHECKPOINTS = Page(
     (
         "checkpoint/engine_state.py:EngineState",
         "checkpoint/progress.py:Progress",
-        "checkpoint/engine_state.py:manifest_of",
         "checkpoint/saver.py:CheckpointSaver",
         "checkpoint/saver.py:SaveOptions",
         "checkpoint/saver.py:SavedCheckpoint",
-        "checkpoint/engine_state.py:load_engine",
         "checkpoint/stored_flags.py:open_checkpoint",
         "checkpoint/stored_flags.py:model_flags",
         "checkpoint/reader.py:CheckpointReader",

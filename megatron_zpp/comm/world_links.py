@@ -83,7 +83,9 @@ class WorldLinks:
 
 
 def _links(backend: Backend, lanes: Lanes, device: torch.device, waits: Waits) -> Links:
-    return Links(backend, ObservedLanes(lanes, waits.observer), Ledger(backend.grid, backend.rank), device, waits=waits)
+    if type(waits.observer) is not Observer:  # which would see nothing
+        lanes = ObservedLanes(lanes, waits.observer)
+    return Links(backend, lanes, Ledger(backend.grid, backend.rank), device, waits=waits)
 
 
 def _asking_lanes(name: str, rank: int, world_size: int) -> Lanes:

@@ -30,7 +30,7 @@ def reported() -> dict[str, Any]:
         interval.add(outcome, StepTimes(4, seconds, 0.0), nbytes)
     inputs = ReportInputs(StepReadings(outcome, 4, 0.1, 1.0), 8, MemoryReading(0, 0))
     traffic = StepTraffic(Ledger(Grid.of_nodes(2, 1), 0))
-    return interval_report(CONFIG, Progress(), interval, traffic, inputs).json_object()
+    return interval_report(CONFIG, Progress(), interval, inputs, traffic).json_object()
 
 
 def test_a_report_has_the_mean_bytes_and_times_of_all_steps_of_its_interval_and_how_many_they_are() -> None:
