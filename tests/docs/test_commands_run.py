@@ -180,10 +180,12 @@ def test_the_profiled_iterations_are_written_where_the_page_says(reader: Reader)
     assert (reader.folder / file).is_file()
 
 
-@pytest.mark.parametrize("page", [LONG_SEQUENCES, "docs/tensor_parallel.md"])
-def test_ranks_that_share_samples_or_layers_train_as_the_page_says(reader: Reader, ranks: RankPool, page: str) -> None:
-    printed = reader.train(command_of(page, "torchrun --nproc_per_node 4"), ranks, 1, 4)
+@pytest.mark.parametrize("page", [LONG_SEQUENCES, "docs/tensor_parallel.md", "docs/islands.md"])
+def test_ranks_that_share_samples_or_layers_or_train_apart_do_as_the_page_says(reader: Reader, ranks: RankPool, page: str) -> None:
+    start = "torchrun --nproc-per-node 4 pretrain" if "islands" in page else "torchrun --nproc_per_node 4"
+    printed = reader.train(command_of(page, start), ranks, 1, 4)
     assert re.search(r"iteration +4/ +4 ", printed)
+    assert ("islands: 2, joined every 8 iterations" in printed) == ("islands" in page)
 
 
 QUICK = ("checkpoint", "code_errors", "head_loss", "host_adam", "quantization")

@@ -108,11 +108,15 @@ TABLE: dict[str, str | tuple[str, ...]] = {
         WORLDS,
     ),
     "torchrun --nproc_per_node 4 pretrain_zeropp_gpt.py --context-parallel-size 4 ...": (
-        f"{RUN}::test_ranks_that_share_samples_or_layers_train_as_the_page_says",
+        f"{RUN}::test_ranks_that_share_samples_or_layers_or_train_apart_do_as_the_page_says",
         WORLDS,
     ),
     "torchrun --nproc_per_node 4 pretrain_zeropp_gpt.py --tensor-model-parallel-size 2 ...": (
-        f"{RUN}::test_ranks_that_share_samples_or_layers_train_as_the_page_says",
+        f"{RUN}::test_ranks_that_share_samples_or_layers_or_train_apart_do_as_the_page_says",
+        WORLDS,
+    ),
+    "torchrun --nproc-per-node 4 pretrain_zeropp_gpt.py --diloco-sync-period 8 ...": (
+        f"{RUN}::test_ranks_that_share_samples_or_layers_or_train_apart_do_as_the_page_says",
         WORLDS,
     ),
     "torchrun --nnodes 4 --nproc_per_node 16 ...": f"{TUTORIAL}::test_the_script_holds_the_tutorials_command",
