@@ -5,14 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron_zpp.comm.links import Links
 from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.training.metrics import Interval, ReportInputs
 from megatron_zpp.training.stop_conditions import StopRequest
+
+
+class _Told(NamedTuple):
+    """What islands tell each other for a report, a number of each. What a run does not count is 0."""
+
+    loss_sum: Sequence[float]
+    losses: Sequence[float]
+    skipped_iterations: Sequence[float]
+    nan_iterations: Sequence[float]
+    loss_scale: Sequence[float]
+    lm_loss: Sequence[float]
+    grad_norm: Sequence[float]
+    num_zeros: Sequence[float]
+    params_norm: Sequence[float]
 
 
 class OtherIslands:
@@ -32,7 +46,7 @@ class OtherIslands:
         self._noted |= own
         if iteration % self._outer.options.period != 0:
             return StopRequest.NONE
-        return StopRequest.of_ranks(_of_islands(self._outer.links, [self._noted]).flatten().tolist())
+        return StopRequest.of_ranks(request for (request,) in _of_islands(self._outer.links, [self._noted]))
 
     def report(self, interval: Interval, inputs: ReportInputs) -> tuple[Interval, ReportInputs]:
         """The same with the numbers of all islands: the mean of their losses and counts of zeros, and the root mean square of their norms.
@@ -41,28 +55,36 @@ class OtherIslands:
         """
         if self._outer is None:
             return interval, inputs
-        latest = inputs.latest
-        outcome = latest.outcome
-        rows = _of_islands(
-            self._outer.links,
-            [
-                *(sum(interval.losses), len(interval.losses), interval.skipped_iterations, interval.nan_iterations, latest.loss_scale),
-                *(outcome.lm_loss, outcome.grad_norm, outcome.num_zeros or 0, inputs.params_norm or 0.0),
-            ],
+        outcome, counts = inputs.latest.outcome, (interval.skipped_iterations, interval.nan_iterations)
+        own = (sum(interval.losses), len(interval.losses), *counts, inputs.latest.loss_scale, outcome.lm_loss, outcome.grad_norm)
+        rows = _of_islands(self._outer.links, [*own, outcome.num_zeros or 0, inputs.params_norm or 0.0])
+        told = _Told(*zip(*rows, strict=True))
+        outcome = replace(
+            outcome,
+            lm_loss=sum(told.lm_loss) / len(rows),
+            grad_norm=_root_mean_square(told.grad_norm),
+            num_zeros=None if outcome.num_zeros is None else round(sum(told.num_zeros) / len(rows)),
         )
-        loss_sum, losses = rows[:, :2].sum(dim=0).tolist()
-        skipped, without_loss = (int(most) for most in rows[:, 2:4].max(dim=0).values.tolist())
-        lm_loss, _, zeros, _ = rows[:, 5:].mean(dim=0).tolist()
-        grad_norm, params_norm = (math.sqrt(square) for square in rows[:, [6, 8]].square().mean(dim=0).tolist())
-        outcome = replace(outcome, lm_loss=lm_loss, grad_norm=grad_norm, num_zeros=None if outcome.num_zeros is None else round(zeros))
-        latest = replace(latest, outcome=outcome, loss_scale=rows[:, 4].min().item())
-        mean_losses = [loss_sum / losses] if losses else []
         return (
-            replace(interval, losses=mean_losses, skipped_iterations=skipped, nan_iterations=without_loss),
-            replace(inputs, latest=latest, params_norm=None if inputs.params_norm is None else params_norm),
+            replace(
+                interval,
+                losses=[sum(told.loss_sum) / sum(told.losses)] if any(told.losses) else [],
+                skipped_iterations=int(max(told.skipped_iterations)),
+                nan_iterations=int(max(told.nan_iterations)),
+            ),
+            replace(
+                inputs,
+                latest=replace(inputs.latest, outcome=outcome, loss_scale=min(told.loss_scale)),
+                params_norm=None if inputs.params_norm is None else _root_mean_square(told.params_norm),
+            ),
         )
 
 
-def _of_islands(column: Links, own: Sequence[float]) -> Tensor:
-    """`own` of every island, [islands, len(own)] fp64 on the host."""
-    return column.gather_world(torch.tensor(own, dtype=torch.float64, device=column.device)).flatten(0, 1).cpu()
+def _of_islands(column: Links, own: Sequence[float]) -> list[list[float]]:
+    """`own` of every island."""
+    rows: list[list[float]] = column.gather_world(torch.tensor(own, dtype=torch.float64, device=column.device)).flatten(0, 1).tolist()
+    return rows
+
+
+def _root_mean_square(numbers: Sequence[float]) -> float:
+    return math.sqrt(sum(number * number for number in numbers) / len(numbers))
