@@ -122,13 +122,17 @@ def _with_sizes(given: Config, sizes: Sizes, other: Config) -> Config:
 
 
 def _configs(given: Config, members: Sequence[Member], world: PlannedWorld) -> tuple[dict[Member, Config], list[str]]:
-    """The configurations of these members, and a line for each reason why lean is not among them because a flag contradicts it."""
+    """The configurations of these members, and a line for each reason why some are not among them.
+
+    Those are left out that a flag contradicts: lean, and with islands all but ZeRO-3, to which others are compared.
+    """
+    has_islands = given.diloco.diloco_sync_period is not None
     configs, left_out = dict[Member, Config](), dict[str, list[str]]()
     for member in members:
         try:
             configs[member] = config_of(given, member, world)
         except FlagError as error:
-            if not member.is_lean:
+            if not (member.is_lean or (has_islands and member != ZERO_3)):
                 raise
             left_out.setdefault(str(error), []).append(member.name)
     return configs, [f"Left out: {', '.join(names)}: {reason}" for reason, names in left_out.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,12 +25,13 @@ from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.members import PlannedWorld
-from megatron_zpp.training.plan_words import mfu, model_in_words, model_teraflops, rounded, tokens_per_second, wrapped
+from megatron_zpp.training.plan_words import mfu, model_in_words, model_teraflops, rounded, sharding_in_words, tokens_per_second, wrapped
 from megatron_zpp.training.sample_order import order_notices
-from megatron_zpp.training.sharding import checkpoint_bytes, grid_of, saved_between_nodes, shape_of
+from megatron_zpp.training.sharding import checkpoint_bytes, grid_of, sample_groups_of, saved_between_nodes, shape_of
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
 
 if TYPE_CHECKING:
+    from megatron_zpp.training.plan.machine import Machine
     from megatron_zpp.training.run_plan import RunPlan
 
 LABEL_COLUMNS = 24
@@ -57,12 +58,12 @@ def described_plan(given: Config, launch: Launch) -> str:
         "training": _training(plan),
         "data": data,
         "start": start,
-        "sharding": plan.member.name,
+        "sharding": sharding_in_words(plan),
         "memory per rank": f"{in_gib(plan.memory.total)}: {plan.memory}",
         "host memory per rank": _host(plan, world),
         "bytes per iteration": _bytes(plan),
         "operations": _operations(plan, world),
-        "time": _time(plan, world),
+        "time": _time(given, plan, world),
         "checkpoint": _checkpoint(plan, world),
     }
     device = config.plan.device.upper()
@@ -198,13 +199,14 @@ def _start(config: Config, grid: Grid, padded_vocab_size: int, stored: StoredRun
     checkpoint = config.checkpoint
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         return ""
+    sample_groups = sample_groups_of(config, grid)
     if stored is None:
         check_may_begin_anew(checkpoint)
-        check_batches(config, running_schedule(config, grid.sample_groups), 0)
+        check_batches(config, running_schedule(config, sample_groups), 0)
         return "anew, there is no checkpoint yet"
     with_schedule(config, stored)
     stored.check_contents(config, shape_of(config, padded_vocab_size).unit_specs())
-    check_batches(config, running_schedule(config, grid.sample_groups), stored.consumed_samples)
+    check_batches(config, running_schedule(config, sample_groups), stored.consumed_samples)
     return "; ".join([f"from {stored.folder}", *stored.notices(config), *order_notices(config, stored)])
 
 
@@ -212,9 +214,20 @@ def _bytes(plan: RunPlan) -> str:
     weights, gradients = (plan.grid.into_node(part.inter_bytes) / GIGABYTE for part in (plan.weights, plan.gradients))
     return (
         f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
+        f"{_outer_bytes(plan)}"
         f"{plan.rank_bytes / GIGABYTE:.4g} GB into a rank inside its node, "
         f"{_tensor_bytes(plan)}{_context_bytes(plan)}{counted(plan.step.collectives, 'collective')}"
     )
+
+
+def _outer_bytes(plan: RunPlan) -> str:
+    """What outer steps bring; empty without them."""
+    if plan.config.diloco.diloco_sync_period is None:
+        return ""
+    average, most, of_means = (n / GIGABYTE for n in (plan.outer_node_bytes, plan.outer_most_bytes, plan.mean_node_bytes))
+    start = plan.config.diloco.diloco_start_iteration
+    at_first = f" ({of_means:.4g} in each until iteration {start})" if start > 0 else ""
+    return f"outer steps {average:.4g} GB into a node from other islands on average, {most:.4g} at most{at_first}, "
 
 
 def _tensor_bytes(plan: RunPlan) -> str:
@@ -244,8 +257,8 @@ def _operations(plan: RunPlan, world: PlannedWorld) -> str:
     return "{:.4g} TFLOP per rank and iteration (model), {:.4g} with recomputation and whole attention (hardware)".format(*counts)
 
 
-def _time(plan: RunPlan, world: PlannedWorld) -> str:
-    """Time of an iteration and of the run; empty without --teraflops."""
+def _time(given: Config, plan: RunPlan, world: PlannedWorld) -> str:
+    """Time of an iteration and of the run; empty without --teraflops. given: the configuration before `resolve`."""
     assumed = plan.config.plan
     if assumed.teraflops is None:
         return ""
@@ -253,12 +266,25 @@ def _time(plan: RunPlan, world: PlannedWorld) -> str:
     if world.nodes > 1 and assumed.inter_gigabits is None:
         seconds = plan.step.flops / flops_per_second
         return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
-    rate = assumed.inter_gigabits or float("inf")  # one node has no such link
-    milliseconds = assumed.inter_milliseconds
-    machine = planned_machine(rate, assumed.intra_gigabytes, flops_per_second, is_on_gpu=world.is_on_gpu, inter_milliseconds=milliseconds)
-    time = plan.time(machine)
+
+    def machine_at(gigabits: float) -> Machine:
+        intra, milliseconds = assumed.intra_gigabytes, assumed.inter_milliseconds
+        return planned_machine(gigabits, intra, flops_per_second, is_on_gpu=world.is_on_gpu, inter_milliseconds=milliseconds)
+
+    time = plan.time(machine_at(assumed.inter_gigabits or float("inf")))  # one node has no such link
     busy = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.busy.items())
-    return f"{_speed(plan, world, time.seconds)}; busy are {busy}"
+    return f"{_speed(plan, world, time.seconds)}; busy are {busy}{_without_islands(given, plan, world, machine_at)}"
+
+
+def _without_islands(given: Config, plan: RunPlan, world: PlannedWorld, machine_at: Callable[[float], Machine]) -> str:
+    """From which rate of the link between nodes on islands gain nothing; empty without islands, and if no rate is fast enough."""
+    from megatron_zpp.training.run_plan import enough_without_islands  # imports torch
+
+    enough = enough_without_islands(given, plan, world, machine_at) if plan.islands > 1 else None
+    if enough is None:
+        return ""
+    rate, other = enough
+    return f"; from about {rounded(rate, 2)} Gbit/s on a run without islands ({other.flags}) is as fast, and learns more per token"
 
 
 def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from megatron_zpp.config.counted import counted, in_gib
@@ -17,7 +18,9 @@ from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.device_memory import NO_DEVICE, device_memory
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
+from megatron_zpp.training.sharding import column_grid
 
+ISLANDS = "--diloco-islands"
 LARGEST_NODES = 1 << 10  # of more, each would lessen hardly anything, and padding of small parts for so many ranks grows
 
 
@@ -38,7 +41,7 @@ class AvailableMemory(NamedTuple):
 
 
 def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu: bool, available: AvailableMemory) -> MemoryNeed:
-    """The memory that each rank of this run needs. Allocates nothing.
+    """The memory that each rank of this run needs. Allocates nothing. grid: of the world, or of one island.
 
     Raises UserError if less memory is available; the text names the smallest world of such nodes that fits, or says that none does.
     """
@@ -49,9 +52,11 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
     def other(**flags: Any) -> MemoryNeed:
         return need_with(config.with_values(**flags), grid)
 
-    taken = device_memory(grid) if is_on_gpu and available.is_after_start else NO_DEVICE
+    taken = device_memory(grid, column_grid(config)) if is_on_gpu and available.is_after_start else NO_DEVICE
     need = need_with(config, grid)
-    ranks = f"each of the {grid.world_size} ranks" if grid.world_size > 1 else "the one rank"
+    islands = config.diloco.diloco_islands
+    world_size = _world_size(config, grid)
+    ranks = f"each of the {world_size} ranks" if world_size > 1 else "the one rank"
     if is_on_gpu and available.host is not None and need.host > available.host:
         raise UserError(_host_is_too_small(config, need, ranks, available.host))
     nbytes = available.device
@@ -68,7 +73,8 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
         batch = config.training.global_batch_size * larger.sample_groups // grid.sample_groups  # of as many micro-batches per rank
         return need_with(config.with_values(global_batch_size=batch), larger).total
 
-    may_fit = need.whatever_the_world <= nbytes  # otherwise no other world is planned: each takes a fraction of a second
+    # Otherwise no other world is planned: each takes a fraction of a second.
+    may_fit = need.whatever_the_world <= nbytes and _may_have_more_nodes(config)
     most = max(LARGEST_NODES, 2 * too_few)
     times = smallest_nodes(total, nbytes, too_few, most) if may_fit else None
     first = []
@@ -79,29 +85,42 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
     keeps_inputs = config.model.recompute_granularity == "full" and not config.model.checkpoint_in_cpu
     if is_on_gpu and keeps_inputs and available.holds(other(checkpoint_in_cpu=True)):
         first.append("--checkpoint-in-cpu")
+    if may_fit:
+        first += _fewer_islands(config, grid, lambda config, grid: available.holds(need_with(config, grid)))
     levers = _levers(config, padded_vocab_size, grid, need, first, fits_more_nodes=times is not None)
+    on_island = "" if config.diloco.diloco_sync_period is None else " on each island"
     if times is not None:
-        world = f"{counted(times * together, 'node')} of {counted(grid.ranks_per_node, 'rank')}"
+        world = f"{counted(islands * times * together, 'node')} of {counted(grid.ranks_per_node, 'rank')}"
         others = f", or give {any_of(levers)}" if levers else ""
-        remedy = f"the smallest world that fits is {world} with this much memory each{others}"
+        nodes = f", {times * together} of them{on_island} ({ISLANDS} {islands})" if on_island else ""
+        remedy = f"the smallest world that fits is {world} with this much memory each{nodes}{others}"
     else:
-        none_fits = f"not even {most * together} such nodes are enough" if may_fit else "no number of such nodes is enough"
+        none_fits = f"not even {most * together} such nodes{on_island} are enough" if may_fit else "no number of such nodes is enough"
         remedy = f"{none_fits}; choose {any_of([*levers, 'a smaller model'])}"
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
     raise UserError(f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; {remedy}.")
+
+
+def _fewer_islands(config: Config, grid: Grid, fits: Callable[[Config, Grid], bool]) -> list[str]:
+    """The most islands, fewer than now and of more nodes each, with which the run fits into the same world; empty if none do."""
+    fewer = divisors(config.diloco.diloco_islands)[-2:0:-1]
+    larger = ((islands, replace(grid, world_size=_world_size(config, grid) // islands)) for islands in fewer)
+    fitting = (islands for islands, of_island in larger if fits(config.with_values(diloco_islands=islands), of_island))
+    return [f"{ISLANDS} {islands}" for islands in islice(fitting, 1)]
 
 
 def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes: int) -> str:
     takers = ["--optimizer-cpu-offload"] if config.zero.optimizer_cpu_offload else []
     takers += ["--checkpoint-in-cpu"] if need.tensors.on_host.get(KEPT_INPUTS) else []
     takers += ["--async-save"] if need.save_copy else []
+    more_nodes = "take more nodes" if config.diloco.diloco_sync_period is None else "take more nodes for each island"
     if takers == ["--async-save"]:
         return (
             f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {ranks}, for a copy of the state that is saved, but "
-            f"only {in_gib(host_bytes)} is available; leave --async-save out, or take more nodes."
+            f"only {in_gib(host_bytes)} is available; leave --async-save out, or {more_nodes}."
         )
     # More nodes do not lessen the inputs that a rank keeps.
-    remedy = "take more nodes" if takers != ["--checkpoint-in-cpu"] else "raise --recompute-num-layers"
+    remedy = more_nodes if takers != ["--checkpoint-in-cpu"] else "raise --recompute-num-layers"
     return (
         f"{', '.join(takers)}: {ranks} needs {in_gib(need.host)} of host memory ({need.on_host()}) and has {in_gib(host_bytes)}; "
         f"{remedy}, or leave {any_of(takers)} out."
@@ -161,15 +180,26 @@ def _lever_without_copy(zero: ZeroConfig) -> list[str]:
 def _larger_tensor_size(config: Config, padded_vocab_size: int, grid: Grid) -> list[str]:
     """The next number of ranks that could share the layers of this run; empty if there is none."""
     larger = (size for size in divisors(grid.ranks_per_node) if size > grid.tensor_ranks and padded_vocab_size % size == 0)
-    fitting = (size for size in larger if could_have(config, grid.world_size, tensor_model_parallel_size=size))
+    fitting = (size for size in larger if could_have(config, _world_size(config, grid), tensor_model_parallel_size=size))
     return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
 
 
 def _larger_context_size(config: Config, grid: Grid) -> list[str]:
     """The next number of ranks that could divide the samples of this run; empty if there is none."""
     larger = (size for size in divisors(grid.data_ranks) if size > grid.context_ranks)
-    fitting = (size for size in larger if could_have(config, grid.world_size, context_parallel_size=size))
+    fitting = (size for size in larger if could_have(config, _world_size(config, grid), context_parallel_size=size))
     return [f"{CONTEXT_SIZE} {size}" for size in fitting][:1]
+
+
+def _world_size(config: Config, grid: Grid) -> int:
+    """Ranks of all islands. grid: of one."""
+    return config.diloco.diloco_islands * grid.world_size
+
+
+def _may_have_more_nodes(config: Config) -> bool:
+    """Whether an island of this run may have more ranks (config/rules_diloco.py). A world without islands may."""
+    zero, has_islands = config.zero, config.diloco.diloco_sync_period is not None
+    return not has_islands or (zero.zero_stage > 0 and not zero.zero_quantized_weight_differences)
 
 
 def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
@@ -182,4 +212,4 @@ def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
 def _can_offload(config: Config) -> bool:
     """Whether the run could have --optimizer-cpu-offload, and has not."""
     has_owners = config.zero.zero_stage > 0 and config.optimizer.optimizer_backend == "torch"
-    return has_owners and not config.zero.optimizer_cpu_offload
+    return has_owners and not config.zero.optimizer_cpu_offload and config.diloco.diloco_sync_period is None

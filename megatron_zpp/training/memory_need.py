@@ -10,8 +10,9 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, GATHERED, KEPT_INPUTS, ON_DEVICE, ON_HOST, OTHER, STATES
+from megatron_zpp.training.plan.outer_plan import outer_shapes
 from megatron_zpp.training.plan.planned_step import PlannedMemory, PlannedStep, plan_step
-from megatron_zpp.training.sharding import layouts_of, saved_bytes
+from megatron_zpp.training.sharding import column_grid, inner_saved_bytes, layouts_of, outer_saved_bytes, saved_bytes
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,13 @@ def _in_words(parts: Mapping[str, int]) -> str:
 
 
 def memory_need(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu: bool) -> MemoryNeed:
-    """The memory that each rank needs in this world."""
+    """The memory that each rank needs. grid: of the world, or of one island."""
     return need_of(plan_step(config, grid, padded_vocab_size, is_on_gpu=is_on_gpu), config, padded_vocab_size, grid, is_on_gpu=is_on_gpu)
 
 
 def need_of(step: PlannedStep, config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu: bool) -> MemoryNeed:
     """The memory that each rank needs for such steps."""
-    device = device_memory(grid) if is_on_gpu else NO_DEVICE
+    device = device_memory(grid, column_grid(config)) if is_on_gpu else NO_DEVICE
     return MemoryNeed(step.memory, _save_copy_bytes(config, padded_vocab_size, grid), is_on_gpu, device)
 
 
@@ -102,4 +103,10 @@ def _save_copy_bytes(config: Config, padded_vocab_size: int, grid: Grid) -> int:
     """Bytes that --async-save copies on one rank at most: what `saved_bytes` counts, of its primary slices."""
     if config.checkpoint.save is None or not config.checkpoint.async_save:
         return 0
-    return saved_bytes(config, grid) * sum(layout.slice_numel for layout in layouts_of(config, padded_vocab_size, grid))
+    layouts = layouts_of(config, padded_vocab_size, grid)
+    primary_numel = sum(layout.slice_numel for layout in layouts)
+    if config.diloco.diloco_sync_period is None:
+        return saved_bytes(config, grid) * primary_numel
+    shapes = outer_shapes(layouts, config.diloco.diloco_islands)
+    outer_numel = sum(max(shape.numel for shape in of_unit if shape is not None) for of_unit in shapes)
+    return inner_saved_bytes(config) * primary_numel + outer_saved_bytes(config) * outer_numel

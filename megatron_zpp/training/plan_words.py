@@ -6,6 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from megatron_zpp.config.batch_schedule import SUFFIXES
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.groups.data import TOKENIZER_FILES
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import model_flops, parameter_count
@@ -45,6 +46,14 @@ def _precision(config: Config) -> str:
     return names[0] if names else "fp32, because neither --bf16 nor --fp16 is given"
 
 
+def sharding_in_words(plan: RunPlan) -> str:
+    """The name of the member, and the islands on each of which it is."""
+    period = plan.config.diloco.diloco_sync_period
+    if period is None:
+        return plan.member.name
+    return f"{plan.member.name} on {counted(plan.islands, 'island')}, joined every {counted(period, 'iteration')}"
+
+
 def tokens_per_second(plan: RunPlan, seconds: float) -> float:
     """Of all ranks together, in steps of so many seconds."""
     return plan.config.training.global_batch_size * plan.config.model.seq_length / seconds
@@ -53,7 +62,7 @@ def tokens_per_second(plan: RunPlan, seconds: float) -> float:
 def model_teraflops(plan: RunPlan, seconds: float) -> float:
     """Model TFLOP/s of one rank in steps of so many seconds."""
     operations = model_flops(plan.config.model, plan.padded_vocab_size, plan.config.training.global_batch_size)
-    return operations / plan.grid.world_size / seconds / TERA
+    return operations / plan.world_size / seconds / TERA
 
 
 def mfu(plan: RunPlan, seconds: float) -> float | None:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_zpp.comm.ledger import Category, Traffic
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.groups.diloco import DilocoConfig
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.members import Member, PlannedWorld, config_of
+from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld, config_of
 from megatron_zpp.training.memory_need import MemoryNeed, need_of
 from megatron_zpp.training.plan.clock import StepTime, step_time
 from megatron_zpp.training.plan.machine import Machine
+from megatron_zpp.training.plan.outer_plan import OuterPlan, outer_plan
 from megatron_zpp.training.plan.planned_step import PlannedStep, plan_step
 from megatron_zpp.training.sharding import choose_policy, grid_of, layouts_of
 from megatron_zpp.zero.shared_gradients import most_shared_numel, sharing_received_bytes
 
+AS_FAST = 1.05
+RATES = (0.01, 10000.0)  # Gbit/s; slower and faster links are not tried
+
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of one member's run. step: of one rank; all are alike."""
+    """The plan of one member's run. grid: of the world, or of one island. step: of one rank; all are alike."""
 
     member: Member
     config: Config
@@ -27,6 +37,16 @@ class RunPlan:
     grid: Grid
     step: PlannedStep
     is_on_gpu: bool
+
+    @property
+    def islands(self) -> int:
+        """Copies of the model that train by themselves."""
+        return self.config.diloco.diloco_islands
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, of all islands."""
+        return self.islands * self.grid.world_size
 
     @property
     def microbatches(self) -> int:
@@ -82,9 +102,30 @@ class RunPlan:
         """Those bytes that enter one node from others."""
         return self.grid.into_node(self.exchanges.context_inter_bytes)
 
+    @cached_property
+    def outer(self) -> OuterPlan | None:
+        """The outer steps; None without them."""
+        return outer_plan(self.config, self.padded_vocab_size, self.grid)
+
+    @property
+    def outer_node_bytes(self) -> float:
+        """Bytes of outer steps that enter one node from other islands, on average of the iterations of a period."""
+        return 0.0 if self.outer is None else self.outer.average_bytes
+
+    @property
+    def outer_most_bytes(self) -> int:
+        """The same of the iteration with the most."""
+        return 0 if self.outer is None else self.outer.most_bytes
+
+    @property
+    def mean_node_bytes(self) -> int:
+        """The same of an iteration after which islands take means: until --diloco-start-iteration."""
+        return 0 if self.outer is None else sum(self.outer.node_bytes)
+
     def time(self, machine: Machine) -> StepTime:
-        """The time of a step on this machine."""
-        return step_time(self.step, self.grid, machine)
+        """The time of a step on this machine, with outer steps the mean of a period in which no means are taken."""
+        time = step_time(self.step, self.grid, machine)
+        return time if self.outer is None else self.outer.added_to(time, machine, self.microbatches)
 
     def flops_per_second(self, seconds: float) -> float:
         """The rate of a rank if a step takes so long where links take no time, in operations that include repeated ones."""
@@ -130,3 +171,41 @@ def plan_member(config: Config, member: Member, world: PlannedWorld, padded_voca
     grid = grid_of(config, world.size)
     step = plan_step(config, grid, padded_vocab_size, is_on_gpu=world.is_on_gpu)
     return RunPlan(member, config, padded_vocab_size, grid, step, world.is_on_gpu)
+
+
+def enough_without_islands(
+    given: Config, plan: RunPlan, world: PlannedWorld, machine_at: Callable[[float], Machine]
+) -> tuple[float, RunPlan] | None:
+    """The least rate of the link between nodes at which a run without islands is as fast, in Gbit/s, and the plan of that run.
+
+    That is a run with all other flags as given; if it quantizes nothing, it or lean in the same stage. As fast: a step takes at most
+    AS_FAST times as long as one of an island of `plan` would without outer steps at the fastest of RATES. None if no rate is enough.
+    given: a configuration that is not resolved. machine_at: with a link of so many Gbit/s.
+    """
+    needed = step_time(plan.step, plan.grid, machine_at(RATES[1])).seconds
+    found = []
+    for other in _without_islands(given, plan, world):
+
+        def is_enough(rate: float, other: RunPlan = other) -> bool:
+            return other.time(machine_at(rate)).seconds <= AS_FAST * needed
+
+        too_slow, enough = RATES
+        if not is_enough(enough):
+            continue
+        while enough > 1.01 * too_slow:
+            middle = math.sqrt(too_slow * enough)
+            too_slow, enough = (too_slow, middle) if is_enough(middle) else (middle, enough)
+        found.append((enough, other))
+    return min(found, key=lambda rate_and_plan: rate_and_plan[0], default=None)
+
+
+def _without_islands(given: Config, plan: RunPlan, world: PlannedWorld) -> Iterator[RunPlan]:
+    """The runs without islands to which `enough_without_islands` compares."""
+    given = replace(given, diloco=DilocoConfig(), given=given.given - vars(DilocoConfig()).keys())
+    stage, vocabulary = plan.config.zero.zero_stage, plan.padded_vocab_size
+    with suppress(FlagError):
+        yield plan_as_given(resolve(given, world.size, world.ranks_per_node), world, vocabulary)
+    if plan.member.features == plan.member.has_secondary_weights:
+        for lean in (member for member in MEMBERS if member.is_lean and member.stage == stage):
+            with suppress(FlagError):
+                yield plan_run(given, lean, world, vocabulary)

@@ -25,6 +25,7 @@ from megatron_zpp.zero.policy import (
 from megatron_zpp.zero.schedule import Prefetch
 
 _FP32_BYTES = 4
+_INNER_BYTES = _FP32_BYTES * (1 + len(MOMENTS))  # of a main weight and its moments
 
 
 def choose_policy(zero: ZeroConfig) -> Policy:
@@ -67,11 +68,27 @@ def element_bytes(precision: PrecisionConfig) -> int:
 
 
 def saved_bytes(config: Config, grid: Grid) -> int:
-    """Bytes of one parameter in a checkpoint: its main weight, and unless --no-save-optim Adam's moments and a kept copy."""
+    """Bytes of one parameter in a checkpoint: its main weight, and unless --no-save-optim Adam's moments and a kept copy.
+
+    With outer steps: its outer weight, and unless --no-save-optim outer momentum, outer copy, and main weight and moments of each island.
+    grid: of one island.
+    """
     if config.checkpoint.no_save_optim:
         return _FP32_BYTES
+    if config.diloco.diloco_sync_period is not None:
+        return outer_saved_bytes(config) + config.diloco.diloco_islands * inner_saved_bytes(config)
     keeps_copy = choose_policy(config.zero).in_world(grid.ladder).keeps_copy
-    return _FP32_BYTES * (1 + len(MOMENTS)) + (element_bytes(config.precision) if keeps_copy else 0)
+    return _INNER_BYTES + (element_bytes(config.precision) if keeps_copy else 0)
+
+
+def outer_saved_bytes(config: Config) -> int:
+    """Bytes of one parameter in a checkpoint that all islands share: its outer weight, and unless --no-save-optim momentum and copy."""
+    return _FP32_BYTES if config.checkpoint.no_save_optim else 2 * _FP32_BYTES + element_bytes(config.precision)
+
+
+def inner_saved_bytes(config: Config) -> int:
+    """Bytes of one parameter in a checkpoint that each island has beside them."""
+    return 0 if config.checkpoint.no_save_optim else _INNER_BYTES
 
 
 def checkpoint_bytes(config: Config, grid: Grid, padded_vocab_size: int) -> int:
@@ -80,9 +97,13 @@ def checkpoint_bytes(config: Config, grid: Grid, padded_vocab_size: int) -> int:
 
 
 def saved_between_nodes(config: Config, grid: Grid, padded_vocab_size: int) -> float:
-    """Bytes of a save that enter a node: the one with the disk that all share, or each that has copies of files of others."""
-    others = config.checkpoint.save_copies - 1 if config.checkpoint.node_local_checkpoints else grid.nodes - 1
-    return checkpoint_bytes(config, grid, padded_vocab_size) * others / grid.nodes
+    """Bytes of a save that enter a node: the one with the disk that all share, or each that has copies of files of others.
+
+    grid: of one island.
+    """
+    nodes = config.diloco.diloco_islands * grid.nodes
+    others = config.checkpoint.save_copies - 1 if config.checkpoint.node_local_checkpoints else nodes - 1
+    return checkpoint_bytes(config, grid, padded_vocab_size) * others / nodes
 
 
 def grid_of(config: Config, world_size: int) -> Grid:

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from planning.estimates import WORTHWHILE, Estimate, choices, recommended
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import model_flops
@@ -126,6 +127,33 @@ def test_an_optimizer_on_the_host_makes_room_on_the_device_counts_on_the_host_an
     assert any(member["fits"] is False for member in small["members"].values()) and small["members"]["ZeRO-0"]["fits"] is None
 
 
+# ---- islands
+
+ISLANDS = [*RUN, "--quantization-block-size", "256", "--diloco-sync-period", "8", "--train-iters", "200"]
+
+
+@pytest.mark.usefixtures("groups_as_given")
+def test_members_are_planned_on_islands_and_those_that_islands_cannot_have_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--inter-gigabits", "1", "--teraflops", "1"]
+    (rate,) = plan(tmp_path, "--nodes", "2", *options, flags=ISLANDS)["rates"]  # type: ignore[misc]
+    printed = capsys.readouterr().out.replace("\n  ", " ")
+    assert "World: 2 nodes x 2 ranks; 2 islands, joined every 8 iterations" in printed and "| outer |" in printed
+    assert "\nLeft out: ZeRO-0: --diloco-sync-period divides what a rank updates among the islands" in printed
+    for member in rate["members"].values():
+        assert member["inter_node_bytes"] == 0 and member["outer_node_bytes"] == rate["members"]["ZeRO-3"]["outer_node_bytes"] > 0
+    plan(tmp_path, "--nodes", "4", *options, "--memory-gigabytes", "0.01", flags=[*ISLANDS, "--diloco-islands", "2"])
+    printed = capsys.readouterr().out.replace("\n  ", " ")
+    assert "\nLeft out: lean-1, lean-2, lean: --zero-quantized-weight-differences adds differences" in printed
+    assert "Take more nodes for each island" in printed and "--optimizer-cpu-offload" not in printed
+
+
+def test_islands_that_zero_3_cannot_have_are_refused() -> None:
+    with pytest.raises(FlagError, match="--diloco-islands 3 does not divide the 2 nodes"):
+        run_here("--nodes", "2", "--inter-gigabits", "1", "--teraflops", "1", "--", *ISLANDS, "--diloco-islands", "3")
+
+
 # ---- the advice
 
 B7 = (
@@ -185,6 +213,7 @@ def estimate(seconds: float, *features: str, name: str = "", stage: int = 3, fit
         memory=SimpleNamespace(total=numbers.get("memory", 0)),
         node_bytes=numbers.get("node_bytes", 0),
         exchanged_node_bytes=0,
+        outer_node_bytes=0.0,
         rank_bytes=0,
         config=Config().with_values(tensor_model_parallel_size=numbers.get("tensor_ranks", 1), context_parallel_size=1),
     )

@@ -165,6 +165,57 @@ def test_lean_is_described_by_its_parts_and_each_direction_crosses_between_nodes
     assert f"sends {half} between nodes, in {seconds} (none" in timed
 
 
+ISLANDS = "--quantization-block-size 256 --zero-stage 3 --nodes 2 --ranks-per-node 2 --global-batch-size 8 --diloco-sync-period 4"
+
+
+def test_islands_are_described_with_what_crosses_between_them_and_all_ranks_of_the_world() -> None:
+    flags = f"{ISLANDS} --save unwritten"
+    parts = parts_of(flags)
+    assert parts["sharding"] == "ZeRO-3 on 2 islands, joined every 4 iterations"
+    assert parts["training"].endswith("per rank and iteration 2 x 1 sample")
+    crossing = r"0 GB into a node from others \(weights 0, gradients 0\), outer steps (\S+) GB into a node from other islands on average, "
+    average, most = map(float, re.match(rf"{crossing}(\S+) at most, ", parts["bytes per iteration"]).groups())  # type: ignore[union-attr]
+    assert 0 < average < most < 4 * average
+    means = parts_of(f"{flags} --train-iters 40 --diloco-start-iteration 5")["bytes per iteration"]
+    (of_means,) = re.findall(r" at most \((\S+) in each until iteration 5\), ", means)
+    assert float(of_means) == pytest.approx(4 * average, rel=1e-3)
+    assert ", outer weights, momentum and copies " in parts["memory per rank"]
+    parameters = int(parts["parameters"].split()[0])
+    whole, half = (f"{nbytes * parameters / 1e9:.4g} GB" for nbytes in (34, 17))  # 4 + 4 + 2, and 12 of each island
+    assert parts["checkpoint"].startswith(f"{whole} each; if one of the nodes has the disk, a save sends {half} between nodes")
+    assert parts_of(f"{flags} --no-save-optim")["checkpoint"].startswith(f"{4 * parameters / 1e9:.4g} GB each")
+    assert parts_of(f"{flags} --node-local-checkpoints")["checkpoint"].startswith(f"{whole} each, {half} on the disk of each node")
+    text = described_plan(parse_flags(f"{RUN} {flags}".split()), ALONE)
+    assert "plan of 4 ranks (2 nodes x 2, GPU)" in text
+    alone = parts_of(flags.partition(" --diloco")[0])
+    assert alone["operations"] == parts["operations"] and "outer" not in alone["bytes per iteration"]
+
+
+def test_time_on_islands_is_that_of_all_ranks_with_the_rate_at_which_they_gain_nothing() -> None:
+    model = "--num-layers 8 --hidden-size 256 --seq-length 1024 --global-batch-size 32 --intra-gigabytes 1000"
+    flags = f"{ISLANDS} {model} --teraflops 1 --inter-gigabits"
+    slow, fast = (parts_of(f"{flags} {rate}")["time"] for rate in (0.01, 100))
+    ((seconds, speed, of_rank),) = re.findall(r"^(\S+) s per .* (\S+) tokens per second \((\S+) per rank\)", fast)
+    assert float(speed) == pytest.approx(32 * 1024 / float(seconds), rel=2e-3) and float(of_rank) == pytest.approx(
+        float(speed) / 4, rel=2e-3
+    )
+    assert float(slow.split()[0]) > float(seconds)
+    found = re.search(r"; from about (\S+) Gbit/s on a run without islands \((.*)\) is as fast, and learns more per token$", fast)
+    assert found is not None and found[0] in slow and found[2] in ("--zeropp lean", "--zero-stage 3")
+    plain = f"{flags.replace('--diloco-sync-period 4', '').replace('--zero-stage 3', found[2])} {float(found[1])}"
+    assert float(parts_of(plain)["time"].split()[0]) == pytest.approx(1.05 * float(seconds), rel=0.05)
+    assert "without islands" not in parts_of(f"{flags} 1 --inter-milliseconds 1e5")["time"]  # no rate makes up for so long a way
+
+
+def test_a_run_on_islands_is_told_that_its_link_has_no_rate() -> None:
+    assert "without the link between nodes" in parts_of(f"{ISLANDS} --teraflops 10")["time"]
+
+
+def test_batches_on_islands_are_divided_among_all_ranks() -> None:
+    with pytest.raises(FlagError, match="--rampup-batch-size 2 2 4 has batches of 2 samples"):
+        parts_of(f"{ISLANDS} --rampup-batch-size 2 2 4 --load empty")
+
+
 def test_tokens_of_a_batch_that_grows_are_those_of_its_samples() -> None:
     flags = "--rampup-batch-size 4 4 40 --global-batch-size 16"
     iterations, consumed = 0, 0
@@ -222,6 +273,7 @@ def test_a_vocabulary_that_is_assumed_and_weights_in_fp32_are_said() -> None:
         "--nodes 2 --ranks-per-node 4 --tensor-model-parallel-size 2 --context-parallel-size 2 --teraflops 1 --inter-gigabits 1",
         "--zero-stage 3 --cpu-offload --nodes 2 --ranks-per-node 4 --save x --async-save --teraflops 1e9 --inter-gigabits 1e-6",
         "--quantization-block-size 256 --zeropp lean --nodes 2 --ranks-per-node 2 --global-batch-size 32 --distributed-backend gloo",
+        "--quantization-block-size 256 --nodes 2 --ranks-per-node 1 --diloco-sync-period 4 --save x --teraflops 1 --inter-gigabits 1",
     ],
 )
 def test_no_line_is_wider_than_a_terminal(flags: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from megatron_zpp.training.plan.kinds import (
     MOMENTS,
     OPTIMIZER,
     OTHER,
+    OUTER,
     PAYLOADS,
     PINNED,
     WEIGHTS,
@@ -373,6 +375,68 @@ def test_the_search_finds_it_whatever_the_bytes_that_fall(more: int, start: int)
 
 def test_the_search_ends_where_nothing_fits() -> None:
     assert smallest_nodes(lambda nodes: 2, 1, 1, 2) is None
+
+
+# ---- islands
+
+ISLANDS = "--zero-stage 3 --diloco-sync-period 16"
+
+
+def test_outer_states_of_a_rank_are_8_bytes_of_its_part_and_2_of_its_slice_on_each_island() -> None:
+    alone, joined = Run(f"{TUTORIAL} --zero-stage 3", 1, 8).need(), Run(f"{TUTORIAL} {ISLANDS}", 4, 8).need()
+    owned = alone.of(GRADIENTS) // 4
+    assert joined.of(WEIGHTS, GRADIENTS, OPTIMIZER) == alone.of(WEIGHTS, GRADIENTS, OPTIMIZER)
+    assert joined.of(OUTER) == pytest.approx((8 / 4 + 2) * owned, rel=1e-3)
+    assert joined.states == alone.states + joined.of(OUTER)
+    assert f"outer weights, momentum and copies {in_gib(joined.of(OUTER))}" in str(joined)
+
+
+def test_a_gpu_of_an_island_also_has_the_buffers_of_nccl_to_the_other_islands() -> None:
+    alone, joined = Run(f"{SMALL} --zero-stage 3", 1, 2).need(), Run(f"{SMALL} {ISLANDS}", 2, 2).need()
+    between = Run(f"{SMALL} --zero-stage 3", 2, 1).need()
+    assert joined.device.communicators == alone.device.communicators + between.device.communicators > 0
+
+
+def test_the_copy_for_async_save_on_an_island_has_the_outer_states_and_main_weights_and_moments() -> None:
+    alone, joined = (Run(f"{SMALL} {flags} --save here --async-save", 2, 2).need() for flags in ("--zero-stage 3", ISLANDS))
+    owned = alone.save_copy / 12  # of 4 ranks; on islands of 2 a rank owns twice as many
+    assert joined.save_copy == pytest.approx((2 * 12 + 2 * (4 + 4 + 2) / 2) * owned, rel=0.01)
+    weights = Run(f"{SMALL} {ISLANDS} --save here --async-save --no-save-optim", 2, 2).need()
+    assert weights.save_copy == pytest.approx(4 * owned, rel=0.01)
+
+
+def test_the_smallest_world_of_islands_gives_each_of_them_more_nodes() -> None:
+    flags = f"{TUTORIAL} {ISLANDS}"
+    text = Run(flags, 2, 4).refusal(60 * GIB)
+    words = re.search(
+        r"the smallest world that fits is (\d+) nodes of 4 ranks with this much memory each, (\d+) of them on each island", text
+    )
+    assert words is not None and "on each island (--diloco-islands 2)" in text
+    nodes = int(words[1])
+    assert int(words[2]) == nodes // 2 and text.startswith("each of the 8 ranks needs ")
+    totals = [Run(f"{flags} --diloco-islands 2", count, 4).need().total for count in (nodes - 2, nodes)]
+    assert totals[1] <= 60 * GIB < totals[0]
+    assert "--optimizer-cpu-offload" not in text
+
+
+def test_fewer_islands_in_the_same_world_are_a_lever_if_they_fit() -> None:
+    flags = f"{TUTORIAL} {ISLANDS}"
+    two, four = (Run(f"{flags} --diloco-islands {islands}", 4, 4).need().total for islands in (2, 4))
+    assert two < four
+    text = Run(flags, 4, 4).refusal(two)
+    assert "--diloco-islands 2" in text.split(", or give ")[1]
+    assert "give --diloco-islands" not in Run(flags, 4, 4).refusal(two - 2**20)
+
+
+def test_islands_that_may_have_one_node_only_are_not_told_of_larger_worlds() -> None:
+    for flags, ranks in (("--zeropp lean --diloco-sync-period 16", 4), ("--zero-stage 0 --diloco-sync-period 16", 1)):
+        assert "no number of such nodes is enough; choose " in Run(f"{TUTORIAL} {flags}", 2, ranks).refusal(8 * GIB)
+
+
+def test_a_group_of_more_ranks_is_tried_in_the_world_of_all_islands() -> None:
+    assert "--tensor-model-parallel-size 2" in Run(f"{SMALL} {ISLANDS} --batch-size 2", 2, 2).refusal(2**20)
+    text = Run(f"{SMALL} {ISLANDS} --save here --async-save", 2, 2).refusal(None, host_bytes=1)
+    assert text.endswith("leave --async-save out, or take more nodes for each island.") and "on each of the 4 ranks" in text
 
 
 # ---- the optimizer's state on the host

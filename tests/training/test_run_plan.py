@@ -7,9 +7,11 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.flops import model_flops
+from megatron_zpp.training.hardware import GIGABIT, planned_machine
 from megatron_zpp.training.members import MEMBERS, Member, PlannedWorld
 from megatron_zpp.training.plan.kinds import COPY
 from megatron_zpp.training.plan.program import Submit
+from megatron_zpp.training.plan_words import model_teraflops
 from megatron_zpp.training.run_plan import RunPlan, plan_as_given, plan_run
 from megatron_zpp.training.sharding import choose_policy
 
@@ -208,3 +210,26 @@ def test_collectives_of_a_plan_are_those_of_the_ladder_and_of_the_tensor_link() 
     hops = sum(isinstance(item, Submit) and item.traffic != Traffic() for item in shared.step.items(2))
     assert shared.step.collectives == hops + 2 * (2 * 8 + 4 + 1) + 1
     assert alone.step.collectives == sum(isinstance(item, Submit) and item.traffic != Traffic() for item in alone.step.items(2))
+
+
+# ---- islands
+
+
+def test_a_run_on_islands_has_the_ranks_and_the_batch_of_all_and_the_member_and_bytes_of_one() -> None:
+    flags = "--quantization-block-size 256 --train-iters 100"
+    joined = planned("ZeRO++", f"{flags} --diloco-sync-period 8 --global-batch-size 32")
+    alone = planned("ZeRO++", f"{flags} --global-batch-size 16", (1, 4))
+    assert (joined.islands, joined.world_size, joined.grid) == (2, 8, alone.grid)
+    assert (joined.microbatches, joined.flags, joined.rank_bytes) == (alone.microbatches, alone.flags, alone.rank_bytes)
+    assert model_teraflops(joined, 1.0) == model_teraflops(alone, 1.0)
+    assert joined.node_bytes == alone.node_bytes == alone.outer_node_bytes == alone.outer_most_bytes == 0
+    assert 0 < joined.outer_node_bytes < joined.outer_most_bytes
+    machine = planned_machine(1e-3, 100.0, 1e12, is_on_gpu=True)
+    assert joined.time(machine).seconds > alone.time(machine).seconds
+    assert joined.time(machine).inter_link == pytest.approx(joined.outer_node_bytes / (1e-3 * GIGABIT))
+
+
+def test_members_that_islands_cannot_have_are_refused() -> None:
+    for name in ("ZeRO-0", "lean"):
+        with pytest.raises(FlagError, match="--diloco-sync-period"):
+            planned(name, "--diloco-sync-period 8 --diloco-islands 2", (4, 4))

@@ -70,8 +70,8 @@ class Estimate:
 
     @property
     def node_bytes(self) -> int:
-        """Bytes that enter a node from others in a step, of all kinds."""
-        return self.plan.node_bytes + self.plan.exchanged_node_bytes
+        """Bytes that enter a node from others in a step, of all kinds; of outer steps, the mean of a period."""
+        return self.plan.node_bytes + self.plan.exchanged_node_bytes + round(self.plan.outer_node_bytes)
 
     @property
     def simplicity(self) -> Simplicity:

@@ -10,7 +10,7 @@ from megatron_zpp.config.counted import counted, in_gib
 from megatron_zpp.training.hardware import GIGABYTE
 from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.memory_need import MemoryNeed
-from megatron_zpp.training.plan.kinds import ACTIVATIONS, COPY, GATHERED, GRADIENTS, KEPT_INPUTS, OPTIMIZER, OTHER, PAYLOADS, WEIGHTS
+from megatron_zpp.training.plan.kinds import ACTIVATIONS, COPY, GATHERED, GRADIENTS, KEPT_INPUTS, OPTIMIZER, OTHER, OUTER, PAYLOADS, WEIGHTS
 from megatron_zpp.training.plan_words import mfu, model_in_words, rounded, tokens_per_second, wrapped
 from megatron_zpp.training.run_plan import RunPlan
 from planning.estimates import REASONS, Estimate, Rate, Sizes, choices, fastest, recommended
@@ -24,6 +24,7 @@ PARTS: dict[str, Callable[[MemoryNeed], int]] = {
     "gradients": lambda need: need.of(GRADIENTS),
     "optimizer": lambda need: need.of(OPTIMIZER),
     "copy": lambda need: need.of(COPY),
+    "outer": lambda need: need.of(OUTER),
     "gathered": lambda need: need.of(GATHERED),
     "buffers": lambda need: need.of(PAYLOADS, OTHER),
     "activations": lambda need: need.of(ACTIVATIONS, KEPT_INPUTS),
@@ -48,6 +49,8 @@ def _headline(world: PlannedWorld, plan: RunPlan, vocab_size: int, flops_per_sec
     microbatches, training, grid = plan.microbatches, plan.config.training, plan.grid
     groups = [f"; {grid.tensor_ranks} ranks share layers and samples"] * (grid.tensor_ranks > 1)
     groups += [f"; {grid.context_ranks} divide the tokens of a sample"] * (grid.context_ranks > 1)
+    period = plan.config.diloco.diloco_sync_period
+    groups += [f"; {counted(plan.islands, 'island')}, joined every {counted(period, 'iteration')}"] if period is not None else []
     return [
         f"Parameters: {model_in_words(plan, vocab_size)}",
         f"World: {counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}{''.join(groups)}",
@@ -65,7 +68,12 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
         [estimate.plan.member.name, *(_with_one_decimal(part(estimate.plan.memory) / unit) for part in parts.values()), FITS[estimate.fits]]
         for estimate in estimates
     ]
-    notes = {"copy": "copy: of weights", "GPU": "GPU: what CUDA and NCCL take", "host": "host: not part of the total"}
+    notes = {
+        "copy": "copy: of weights",
+        "outer": f"outer: {OUTER}",
+        "GPU": "GPU: what CUDA and NCCL take",
+        "host": "host: not part of the total",
+    }
     explained = "; ".join(note for part, note in notes.items() if part in parts)
     title = f"Memory per rank in {name}{f' ({explained})' if explained else ''}:"
     lines = [title, "", *_table(["", *parts, "fits"], rows)]
@@ -103,7 +111,7 @@ def _time_table(estimates: Sequence[Estimate]) -> list[str]:
                 str(plan.step.collectives),
                 rounded(seconds),
                 rounded(speed),
-                rounded(speed / plan.grid.world_size),
+                rounded(speed / plan.world_size),
                 *([] if share is None else [f"{share:.1%}"]),
                 f"{zero3 / seconds:.2f}",
                 estimate.bound_by,
@@ -205,10 +213,12 @@ def _nothing_fits(rate: Rate) -> str:
     """Says so, with the plan that needs least memory, and what the run could have in addition."""
     least = min(rate.tried, key=lambda estimate: estimate.plan.memory.total)
     config = least.plan.config
-    levers = ["more nodes"]
+    has_islands = config.diloco.diloco_sync_period is not None
+    levers = ["more nodes for each island" if has_islands else "more nodes"]
     levers += ["--checkpoint-activations"] * (config.model.recompute_granularity != "full")
     levers += ["a smaller --micro-batch-size"] * (config.training.micro_batch_size > 1)
-    levers += ["--optimizer-cpu-offload"] * (least.plan.memory.is_on_gpu and not config.zero.optimizer_cpu_offload)
+    may_offload = least.plan.memory.is_on_gpu and not has_islands
+    levers += ["--optimizer-cpu-offload"] * (may_offload and not config.zero.optimizer_cpu_offload)
     given = rate.as_given[0].sizes
     return (
         f"Recommended: none of these fits; {_flags(least, given)} ({_name(least)}) needs the least, {in_gib(least.plan.memory.total)}. "
@@ -249,6 +259,7 @@ def _estimate_json(estimate: Estimate) -> dict[str, Any]:
         "tensor_link_bytes": plan.tensor_bytes,
         "context_link_bytes": plan.exchanges.context_bytes,
         "context_inter_node_bytes": plan.exchanged_node_bytes,
+        "outer_node_bytes": plan.outer_node_bytes,
         "seconds": estimate.time.seconds,
         "tokens_per_second": tokens_per_second(plan, estimate.time.seconds),
     }

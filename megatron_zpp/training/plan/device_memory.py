@@ -37,7 +37,7 @@ class DeviceMemory:
 NO_DEVICE = DeviceMemory()
 
 
-def device_memory(grid: Grid) -> DeviceMemory:
-    """The memory of a rank's GPU beside tensors."""
-    buffers = sum(communicator.buffer_bytes() for communicator in communicators(grid))
+def device_memory(*grids: Grid) -> DeviceMemory:
+    """The memory of a rank's GPU beside tensors. grids: those in which it has communicators, such as its island and its column."""
+    buffers = sum(communicator.buffer_bytes() for grid in grids for communicator in communicators(grid))
     return DeviceMemory(CONTEXT_BYTES, MATRIX_THREADS * WORKSPACE_BYTES, buffers)

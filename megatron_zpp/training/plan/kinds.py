@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 WEIGHTS, GRADIENTS, OPTIMIZER, COPY = "weights", "gradients", "optimizer state", "copy of weights"
-STATES = (WEIGHTS, GRADIENTS, OPTIMIZER, COPY)
+OUTER = "outer weights, momentum and copies"
+STATES = (WEIGHTS, GRADIENTS, OPTIMIZER, COPY, OUTER)
 GATHERED, PAYLOADS, OTHER = "gathered units", "payload buffers", "other tensors"
 KEPT_INPUTS, ACTIVATIONS = "inputs of recomputed chunks", "activations"
 ON_DEVICE = (*STATES, GATHERED, PAYLOADS, OTHER, KEPT_INPUTS, ACTIVATIONS)  # in the order in which plans list them

@@ -32,9 +32,9 @@ from megatron_zpp.training.plan.model_record import Event, ModelRecord, record_m
 from megatron_zpp.training.plan.program import Booked, Compute, Cross, Item, Segment, Submit
 from megatron_zpp.training.plan.recorder import META, NoLanes, PlannedStaging, RecordedStreams, Recorder, recorded_links
 from megatron_zpp.training.plan.repeats import Repeat, without_repeats
-from megatron_zpp.training.plan.step_record import EngineRun, StepRecord
-from megatron_zpp.training.setup import build_model, engine_options, working_dtype
-from megatron_zpp.training.sharding import prefetch_of, sample_groups_of
+from megatron_zpp.training.plan.step_record import EngineRun, PlannedOuter, StepRecord
+from megatron_zpp.training.setup import build_model, engine_options, outer_options, working_dtype
+from megatron_zpp.training.sharding import column_grid, prefetch_of, sample_groups_of
 from megatron_zpp.training.step import microbatch_loss
 from megatron_zpp.zero.engine_options import EngineOptions
 
@@ -168,8 +168,16 @@ def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: 
     options = engine_options(config, _SILENT)
     options = replace(options, full_precision_iterations=min(1, options.full_precision_iterations))
     spans = tuple(repeat.uses for repeat in repeats)
-    engine = _played(job, evaluation, options, grid, spans, min(microbatches, RECORDED_MICROBATCHES))
+    engine = _played(job, evaluation, options, grid, spans, min(microbatches, RECORDED_MICROBATCHES), _outer_of(config))
     return PlannedStep(_recorded(job), engine, repeats, microbatches, len(recomputed_chunks(small)))
+
+
+def _outer_of(config: Config) -> PlannedOuter | None:
+    """The outer steps that are planned; None without them."""
+    if config.diloco.diloco_sync_period is None:
+        return None
+    # Every unit is due after every step: then the two exchanges under way are once those of the largest units that follow each other.
+    return PlannedOuter(replace(outer_options(config), period=1, start_iteration=0), column_grid(config))
 
 
 @dataclass(frozen=True)
@@ -206,11 +214,17 @@ class _ModelJob:
 
 @lru_cache(maxsize=KNOWN_STEPS)
 def _played(
-    job: _ModelJob, evaluation: _ModelJob | None, options: EngineOptions, grid: Grid, spans: tuple[range, ...], microbatches: int
+    job: _ModelJob,
+    evaluation: _ModelJob | None,
+    options: EngineOptions,
+    grid: Grid,
+    spans: tuple[range, ...],
+    microbatches: int,
+    outer: PlannedOuter | None,
 ) -> StepRecord:
     """The step of the engine under this model. A run is planned again and again: to be timed, checked, and beside others."""
     evaluated = None if evaluation is None else _recorded(evaluation)
-    return EngineRun(_recorded(job), options, grid, job.workspace, spans, evaluated).run(microbatches)
+    return EngineRun(_recorded(job), options, grid, job.workspace, spans, evaluated, outer).run(microbatches)
 
 
 @lru_cache(maxsize=KNOWN_STEPS)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_zpp.comm.links import Links
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.ops.device_kind import standing_for
+from megatron_zpp.outer.options import OuterOptions
+from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Direction
 from megatron_zpp.training.plan.hollow_model import HollowModel, Player
@@ -25,6 +29,7 @@ from megatron_zpp.training.plan.kinds import (
     MOMENTS,
     OPTIMIZER,
     OTHER,
+    OUTER,
     PAYLOADS,
     WEIGHTS,
 )
@@ -74,6 +79,13 @@ class StepRecord:
     host_states: Mapping[str, Counter[str]]
 
 
+class PlannedOuter(NamedTuple):
+    """Outer steps beside the engine. grid: of the ranks that have the same place on each island."""
+
+    options: OuterOptions
+    grid: Grid
+
+
 class _SegmentObserver(Observer):
     """Begins a segment with every use."""
 
@@ -98,7 +110,8 @@ class _SegmentObserver(Observer):
 class EngineRun:
     """An engine on tensors without values. spans: uses, in each of which the activations are kept at the same time.
 
-    evaluation: the record of a forward without gradients, which follows every step.
+    evaluation: the record of a forward without gradients, which follows every step. outer: None without outer steps. They count in memory,
+    and the segments are those of a step without an exchange.
     """
 
     def __init__(
@@ -109,9 +122,12 @@ class EngineRun:
         workspace: Workspace,
         spans: Sequence[range],
         evaluation: ModelRecord | None = None,
+        outer: PlannedOuter | None = None,
     ) -> None:
         self._record = self._played = record
         self._evaluation = evaluation
+        self._planned_outer = outer
+        self._outer: OuterSteps | None = None
         self._spans = spans
         self._workspace = workspace
         self.recorder = recorder = Recorder(notes_streams=False)
@@ -132,21 +148,23 @@ class EngineRun:
     def run(self, microbatches: int) -> StepRecord:
         """A step of so many micro-batches, after short ones, which leave buffers behind."""
         recorder, live, observer = self.recorder, self._live, self._observer
-        streams = RecordedStreams(recorder) if self._workspace.is_on_gpu else None
-        lanes: RecordedLanes = RecordedThreadLanes(recorder, live) if streams is None else RecordedStreamLanes(recorder, live, streams)
-        staging = PlannedStaging(streams, PAYLOADS)
-        staging.live = live
-        if streams is not None:
-            streams.live = live
-        links = recorded_links(self._grid, recorder, lanes, streams, staging)
+        links = self._links_of(self._grid, recorder)
+        lanes = links.lanes
         model = HollowModel(self._record, self._player, lambda: live.of_kind(None))
         with standing_for(self._workspace.device_type), live, live.of_kind(OTHER):
             options = EngineOptions(**{**vars(self._options), "observer": observer})
             engine = ZeroEngine(model, self._record.units, self._record.uses, options, links)
             for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
                 self._name_states(unit, _sums_of(gradient), list(moments.values()))
+            if self._planned_outer is not None:
+                # What the recorder of the column writes down is not part of the step.
+                column = self._links_of(self._planned_outer.grid, Recorder(notes_streams=False))
+                self._outer = OuterSteps(engine, column, self._planned_outer.options)
+                live.name((tensor for unit in filter(None, self._outer.units) for tensor in unit.live_tensors()), OUTER)
             self._peaks.clear()  # a unit has no storage of its own when the next one is made; until now they were counted together
             self._step(engine, model, 1)
+            if self._outer is not None and self._options.full_precision_iterations > 0:
+                self._exchange(engine, model, self._outer)  # in the largest payloads
             if isinstance(lanes, RecordedThreadLanes):  # in a long run each link is the slowest at some time
                 for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}):
                     lanes.fast_at_first = directions
@@ -155,10 +173,33 @@ class EngineRun:
             observer.segments.clear()
             self._step(engine, model, microbatches)
             segments = list(observer.segments)
+            if self._outer is not None:
+                self._exchange(engine, model, self._outer)
             self._evaluate(model)
             recorder.items = []
+            if self._outer is not None:
+                self._outer.close()
             engine.close()
         return StepRecord(segments, self._peaks, self._host_peak, self._states, self._host_states)
+
+    def _links_of(self, grid: Grid, recorder: Recorder) -> Links:
+        """Links of rank 0 whose buffers are counted."""
+        streams = RecordedStreams(recorder) if self._workspace.is_on_gpu else None
+        lanes: RecordedLanes
+        if streams is None:
+            lanes = RecordedThreadLanes(recorder, self._live)
+        else:
+            streams.live = self._live
+            lanes = RecordedStreamLanes(recorder, self._live, streams)
+        staging = PlannedStaging(streams, PAYLOADS)
+        staging.live = self._live
+        return recorded_links(grid, recorder, lanes, streams, staging)
+
+    def _exchange(self, engine: ZeroEngine, model: HollowModel, outer: OuterSteps) -> None:
+        """An outer step, and a step in whose forward its exchanges end."""
+        self._observer.begin("outer step")
+        outer.step()
+        self._step(engine, model, 1)
 
     def _step(self, engine: ZeroEngine, model: HollowModel, microbatches: int) -> None:
         observer = self._observer
@@ -191,9 +232,10 @@ class EngineRun:
         self._player.begin(record)
 
     def _note_states(self, engine: ZeroEngine) -> None:
+        outer = {unit.inner.name: unit.live_tensors() for unit in filter(None, self._outer.units if self._outer is not None else ())}
         for unit, gradient, moments in zip(engine.units, engine.gradients, engine.optimizer.moments, strict=True):
             rungs = [tensor for tensor in unit.live_tensors() if not self._is_full(unit, tensor) or self._keeps_full]
-            tensors = [*rungs, *unit.tensors_at_home(), *_sums_of(gradient), *moments.values()]
+            tensors = [*rungs, *unit.tensors_at_home(), *_sums_of(gradient), *moments.values(), *outer.get(unit.name, ())]
             self._states[unit.name], self._host_states[unit.name] = self._live.bytes_of(tensors)
 
     def _name_states(self, unit: WeightUnit, gradients: Sequence[Tensor], moments: Sequence[Tensor]) -> None:
