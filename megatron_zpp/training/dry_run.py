@@ -226,7 +226,7 @@ def _outer_bytes(plan: RunPlan) -> str:
         return ""
     average, most, of_means = (n / GIGABYTE for n in (plan.outer_node_bytes, plan.outer_most_bytes, plan.mean_node_bytes))
     start = plan.config.diloco.diloco_start_iteration
-    at_first = f" ({of_means:.4g} in each until iteration {start})" if start > 0 else ""
+    at_first = f" ({of_means:.4g} in each until iteration {start})" if start else ""
     return f"outer steps {average:.4g} GB into a node from other islands on average, {most:.4g} at most{at_first}, "
 
 
