@@ -100,11 +100,16 @@ class EngineState:
     def resume(self, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
         """The second half of `load`, which reads no files, so that a rank does it if all have done the first."""
         if with_moments:
-            run = reader.manifest.run
-            done = run["islands"][self._stored_island(reader) or 0] if reader.manifest.islands else run
+            done = self._done(reader)
             self.engine.optimizer.resume(done["optimizer_steps"], done.get("unused_steps", {}))
             self.engine.loss_scaler.load_state(done["loss_scaler"])
         self.engine.weights_changed(copies_are_filled=with_copies)
+
+    def _done(self, reader: CheckpointReader) -> Mapping[str, Any]:
+        """What the optimizer has done in the stored run; of other islands than here, in the one with the smallest loss scale."""
+        run, island = reader.manifest.run, self._stored_island(reader)
+        islands: Sequence[Mapping[str, Any]] = run["islands"] if reader.manifest.islands else [run]
+        return min(islands, key=lambda done: float(done["loss_scaler"].get("scale", 1.0))) if island is None else islands[island]
 
     def _stored_island(self, reader: CheckpointReader) -> int | None:
         """Which of the islands of the checkpoint the engine goes on as. None: as the mean of all, if it has any."""

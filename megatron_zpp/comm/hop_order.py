@@ -45,12 +45,16 @@ class HopOrder:
         return json.dumps([[count, *latest] for count, latest in zip(self._counts, self._latest, strict=True)])
 
 
-def first_difference(texts: Sequence[str]) -> str:
-    """Says which hop two ranks have asked for differently. texts: `HopOrder.as_text` of every rank; they are not all the same."""
+def first_difference(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
+    """Says which hop two ranks have asked for differently. texts: `HopOrder.as_text` of every rank; they are not all the same.
+
+    ranks: what each of them is called; by default its number.
+    """
     records = [json.loads(text) for text in texts]
-    other = next(rank for rank, record in enumerate(records) if record != records[0])
-    who = f"ranks 0 and {other} made different calls"
-    for lane, (count, *first), (other_count, *second) in zip(LANES, records[0], records[other], strict=True):
+    differing = next(rank for rank, record in enumerate(records) if record != records[0])
+    here, other = (ranks[rank] if ranks else rank for rank in (0, differing))
+    who = f"ranks {here} and {other} made different calls"
+    for lane, (count, *first), (other_count, *second) in zip(LANES, records[0], records[differing], strict=True):
         start = max(count - len(first), other_count - len(second))  # the place of the first hop that both remember
         if start > min(count, other_count):
             return f"{who}: {count} and {other_count} messages over the {lane.link.value} link since the last step"
@@ -58,7 +62,7 @@ def first_difference(texts: Sequence[str]) -> str:
         for place, (own, others) in enumerate(both, start):
             if own != others:
                 return (
-                    f"{who}: after {place} messages over the {lane.link.value} link since the last step, rank 0 asked for "
+                    f"{who}: after {place} messages over the {lane.link.value} link since the last step, rank {here} asked for "
                     f"{values_in_words(lane, own)} and rank {other} for {values_in_words(lane, others)}"
                 )
     return f"{who}, more than {REMEMBERED} messages before the last one"

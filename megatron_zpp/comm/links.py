@@ -10,7 +10,7 @@ Over a link of one rank no bytes cross, and gradients are not encoded for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -74,6 +74,7 @@ class Links:
     context_link: to the ranks of this ladder that have other tokens of the same samples; None if there are none.
     host_link: to the memory of the host, where an optimizer may be kept.
     hop_order: of the hops of this rank in which other ranks take part.
+    ranks: what each rank of the grid is called in errors; by default as in the grid.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Links:
         streams: Streams | None = None,
         waits: Waits | None = None,
         staging: Staging | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.grid = backend.grid
         self.topology = backend.grid.ladder
@@ -98,7 +100,9 @@ class Links:
         self.staging = staging or Staging(device, self.streams)
         self.host_link = HostLink(self.streams, device if device.type == "meta" else HOST)
         self.hop_order = HopOrder()
-        parts = (backend, ledger, self.staging, self.streams, waits or Waits())
+        self.waits = waits or Waits()
+        self.ranks = ranks or range(self.grid.world_size)
+        parts = (backend, ledger, self.staging, self.streams, self.waits, self.ranks)
         self.tensor_link = TensorLink(*parts) if self.grid.tensor_ranks > 1 else None
         self.context_link = ContextLink(*parts) if self.grid.context_ranks > 1 else None
         self.partitions = self.topology.partitions

@@ -71,8 +71,8 @@ class WorldLinks:
         asks = waits.watch is None and streams is None and len(of_lanes) > 0
         lanes = _asking_lanes(name, rank, grid.world_size) if asks else make_lanes(streams, waits.watch or nothing)
         if streams is not None:
-            send_first_messages(backend, lanes, device)
-        return cls(_links(backend, lanes, device, waits), (*of_lanes.values(), *([world] if world is not None else [])))
+            send_first_messages(backend, lanes, device, own)
+        return cls(_links(backend, lanes, device, waits, own), (*of_lanes.values(), *([world] if world is not None else [])))
 
     def end(self) -> None:
         """Ends the groups, once no rank needs them any more."""
@@ -82,10 +82,10 @@ class WorldLinks:
             end_group(group)
 
 
-def _links(backend: Backend, lanes: Lanes, device: torch.device, waits: Waits) -> Links:
+def _links(backend: Backend, lanes: Lanes, device: torch.device, waits: Waits, ranks: Sequence[int] | None = None) -> Links:
     if type(waits.observer) is not Observer:  # which would see nothing
         lanes = ObservedLanes(lanes, waits.observer)
-    return Links(backend, lanes, Ledger(backend.grid, backend.rank), device, waits=waits)
+    return Links(backend, lanes, Ledger(backend.grid, backend.rank), device, waits=waits, ranks=ranks)
 
 
 def _asking_lanes(name: str, rank: int, world_size: int) -> Lanes:

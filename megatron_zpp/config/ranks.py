@@ -134,9 +134,11 @@ def _other_tensor_groups(ranks: RankCounts, source: str) -> Proposal:
 def _other_context_groups(context_ranks: int, ranks: RankCounts) -> Proposal:
     asked = f"--context-parallel-size {context_ranks}"
     per_node, of_island = ranks.data_ranks_per_node, ranks.of_island.data
-    beside = "" if ranks.tensor == 1 else f" (--tensor-model-parallel-size {ranks.tensor} of {ranks.world} ranks)"
+    islands = f"--diloco-islands {ranks.islands}, " if ranks.islands > 1 else ""
+    beside = f"{islands}--tensor-model-parallel-size {ranks.tensor} of {ranks.world} ranks" if ranks.tensor > 1 else islands.rstrip(", ")
+    beside = f" ({beside})" if beside else ""
     if of_island % context_ranks != 0:
-        where = "the world" if ranks.islands == 1 else "an island (--diloco-islands)"
+        where = "the world" if ranks.islands == 1 else "an island"
         broken = f"{asked} does not divide the {sample_groups_in_words(of_island, ranks.tensor, 1)} of {where}{beside}"
     else:
         data_ranks = sample_groups_in_words(per_node, ranks.tensor, 1)

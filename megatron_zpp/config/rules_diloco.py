@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_zpp.config.batch_schedule import BatchSchedule
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.defaults import warmup_iterations
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
@@ -35,8 +36,8 @@ def check_inner_optimizer(config: Config, ranks: RankCounts) -> None:
         )
     if zero.zero_stage == 0 and of_island.data > 1:
         raise FlagError(
-            f"{PERIOD} divides what a rank updates among the islands, and in --zero-stage 0 each of the {of_island.data} ranks of an "
-            "island updates all weights; choose --zero-stage 1, 2 or 3."
+            f"--zero-stage 0 lets each of the {of_island.data} ranks of an island update all weights, and {PERIOD} divides among the "
+            "islands what a rank updates; choose --zero-stage 1, 2 or 3."
         )
     if zero.zero_quantized_weight_differences and has_inter_link(config, of_island):
         raise FlagError(
@@ -82,8 +83,8 @@ def surprising_lengths(config: Config, batches: BatchSchedule) -> Iterator[str]:
             "that has seen a warmup alone throws the model away"
         )
     outer_steps = max(0, train_iters - start) // period
-    if outer_steps < FEWEST_OUTER_STEPS:
+    if outer_steps < FEWEST_OUTER_STEPS and diloco.diloco_islands > 1:
         yield (
-            f"{PERIOD} {period} makes {outer_steps} outer steps of each unit from iteration {start} to --train-iters {train_iters}; with "
-            f"fewer than {FEWEST_OUTER_STEPS} islands learn much less than one world"
+            f"{PERIOD} {period} makes {counted(outer_steps, 'outer step')} of each unit from iteration {start} to --train-iters "
+            f"{train_iters}; islands with fewer than {FEWEST_OUTER_STEPS} steps learn much less than one world"
         )

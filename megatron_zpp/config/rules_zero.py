@@ -238,7 +238,7 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
 
     asked_partition_ranks: --zero-hpz-partition-size as given. With one data rank the configuration has 1 instead.
     """
-    alone_in_words, ranks = one_node(ranks), ranks.of_island
+    alone_in_words, of_island, ranks = one_node(ranks), " of an island" if ranks.islands > 1 else "", ranks.of_island
     features = [spelling_of(name) for name in QUANTIZED if config.value_of(name)]
     if asked_partition_ranks > config.zero.zero_hpz_partition_size:
         features.insert(0, in_words("zero_hpz_partition_size", asked_partition_ranks))
@@ -247,7 +247,7 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
     if ranks.data == 1:
         alone = alone_in_words.replace("node", "rank")
         if ranks.tensor > 1:
-            alone = f"all {ranks.world} ranks have the same samples (--tensor-model-parallel-size)"
+            alone = f"all {ranks.world} ranks{of_island} have the same samples (--tensor-model-parallel-size)"
         return [f"{' and '.join(features)}: {alone}, so nothing crosses a link, is quantized or kept as a copy"]
     if has_inter_link(config, ranks):
         if ranks.tensor == 1 or ranks.data_ranks_per_node > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_zpp.comm.links import Links
+from megatron_zpp.comm.waits import WATCH_SECONDS
 from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.training.metrics import Interval, ReportInputs
 from megatron_zpp.training.stop_conditions import StopRequest
@@ -38,15 +40,28 @@ class OtherIslands:
     def __init__(self, outer: OuterSteps | None) -> None:
         self._outer = outer
         self._noted = StopRequest.NONE
+        self._looked = -math.inf
 
     def requests(self, own: StopRequest, iteration: int) -> StopRequest:
-        """The stop requests that every island knows of after this iteration. own: those of this one, which are told when a period ends."""
+        """The stop requests that every island knows of after this iteration, and an error if a rank of any island has failed.
+
+        own: those of this island, which are told when a period ends, and after every iteration in which islands take means.
+        """
         if self._outer is None:
             return own
+        self._look_for_failures(self._outer.links)
         self._noted |= own
-        if iteration % self._outer.options.period != 0:
+        options = self._outer.options
+        if iteration % options.period != 0 and not options.takes_means(iteration):
             return StopRequest.NONE
         return StopRequest.of_ranks(request for (request,) in _of_islands(self._outer.links, [self._noted]))
+
+    def _look_for_failures(self, column: Links) -> None:
+        """Raises RuntimeError if a rank of any island has failed. By itself an island would learn of it at its next exchange."""
+        now = time.monotonic()
+        if column.waits.watch is not None and now - self._looked >= WATCH_SECONDS:
+            column.waits.watch()
+            self._looked = now
 
     def report(self, interval: Interval, inputs: ReportInputs) -> tuple[Interval, ReportInputs]:
         """The same with the numbers of all islands: the mean of their losses and counts of zeros, and the root mean square of their norms.

@@ -68,16 +68,18 @@ class SameSamples:
             self._compare(checksums, _of_all)
 
     def _compare(self, rows: Sequence[Row], in_words: Callable[[Row], str]) -> None:
-        grid = self._engine.links.grid
+        grid, of_island = self._engine.links.grid, self._engine.links.ranks
+        names = of_island if len(rows) == len(of_island) else range(len(rows))  # rows of an evaluation are those of all islands
         for rank, row in enumerate(rows):
             first = rank - rank % self._group
             if row != rows[first]:
                 tensor = f"share layers (--tensor-model-parallel-size {grid.tensor_ranks})"
                 context = f"divide samples (--context-parallel-size {grid.context_ranks})"
                 why = " and ".join([tensor] * (grid.tensor_ranks > 1) + [context] * (grid.context_ranks > 1))
+                one, other = (names[number] for number in (first, rank))
                 raise RuntimeError(
-                    f"ranks {first} and {rank} {why}, but their micro-batches differ: {in_words(rows[first])} on rank {first}, "
-                    f"{in_words(row)} on rank {rank}; they must read the same data files in the same order"
+                    f"ranks {one} and {other} {why}, but their micro-batches differ: {in_words(rows[first])} on rank {one}, "
+                    f"{in_words(row)} on rank {other}; they must read the same data files in the same order"
                 )
 
 

@@ -14,6 +14,7 @@ from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Man
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.counted import counted
+from megatron_zpp.config.defaults import warmup_iterations
 from megatron_zpp.config.flag import LARGEST_LENGTH
 from megatron_zpp.config.sample_lengths import SampleLengths
 from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, PrecisionConfig, TrainingConfig, ZeroConfig
@@ -116,7 +117,8 @@ class StoredRun:
         lines = [f"WARNING: the weights were trained with other rotary positions: {'; '.join(rotation)}"] if rotation else []
         if about_islands := self._about_islands(config):
             lines.append(about_islands)
-        if self.gives_moments(config) and config.zero.zero_quantized_weight_differences and not self.gives_copies(config):
+        keeps_copies = config.zero.zero_quantized_weight_differences and config.diloco.diloco_sync_period is None
+        if self.gives_moments(config) and keeps_copies and not self.gives_copies(config):
             lines.append(
                 "the checkpoint has no copy of the weights for --zero-quantized-weight-differences with these bits in this precision; the "
                 "copies begin as its main weights"
@@ -130,7 +132,7 @@ class StoredRun:
             return ""
         if there == 0:
             return "the checkpoint has no outer steps; every island begins with its weights and moments, and without outer momentum"
-        whose = f"each of the {counted(here, 'island')} here goes" if here else "the run goes"
+        whose = "the run goes" if here == 0 else "the one here goes" if here == 1 else f"each of the {here} here goes"
         return f"the checkpoint has {counted(there, 'island')}; {whose} on from the mean of their weights and moments"
 
 
@@ -277,4 +279,7 @@ def _with_stored_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
         end_weight_decay=weight_decays.end,
         weight_decay_incr_samples=_incr_samples(weight_decays, config.sample_lengths),
     )
-    return replace(config, optimizer=optimizer)
+    config = replace(config, optimizer=optimizer)
+    if config.diloco.diloco_sync_period is None or "diloco_start_iteration" in config.given:
+        return config
+    return config.with_values(diloco_start_iteration=warmup_iterations(config, batch_schedule(config.training, config.sample_lengths)))

@@ -74,9 +74,10 @@ class StepCalls:
     def refuse_difference(self) -> None:
         """Raises RuntimeError with the first hop for which ranks have asked differently. Every rank must call it if they `differ`."""
         texts = texts_of_ranks(self._links.backend, self._links.device, self._order.as_text())
+        difference = first_difference(texts, self._links.ranks)
         raise RuntimeError(
-            f"{first_difference(texts)}. A rank takes what comes next, whatever the unit, so losses and gradients since the last step are "
-            "wrong; this step is refused, and has changed no weight. Every rank must call the units in the order in which shard() names "
+            f"{difference}. A rank takes what comes next, whatever the unit, so losses and gradients since the last step are wrong; "
+            "this step is refused, and has changed no weight. Every rank must call the units in the order in which shard() names "
             "them, and call the module, engine.backward() and evaluations equally often (not within `if rank == 0:`)"
         )
 

@@ -87,6 +87,14 @@ def test_a_tensor_link_that_cannot_be_connected_is_named_with_its_ranks() -> Non
         run_on_gpus(Grid.of_nodes(2, 2, 2), program)
 
 
+def test_ranks_of_an_island_are_named_as_ranks_of_the_world() -> None:
+    def program(gpu: Gpu) -> None:
+        send_first_messages(Listener(gpu, TENSOR_ACROSS), gpu.lanes, CPU, range(8, 12))
+
+    with pytest.raises(RuntimeError, match=r"^the tensor link: (ranks 8, 9|ranks 10, 11) could not"):
+        run_on_gpus(Grid.of_nodes(2, 2, 2), program)
+
+
 @pytest.mark.parametrize("link", [Link.INTER, Link.INTRA])
 def test_a_lane_that_cannot_be_connected_is_named_with_its_ranks_and_what_to_try(link: Link) -> None:
     broken = Lane(link, Direction.DESCEND)
@@ -117,7 +125,7 @@ def connect_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_links, "has_world", lambda: True)
     monkeypatch.setattr(world_links.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(world_links, "make_lane_groups", lambda *arguments: {})
-    monkeypatch.setattr(world_links, "Links", lambda backend, lanes, ledger, device, waits: (lanes, waits))
+    monkeypatch.setattr(world_links, "Links", lambda backend, lanes, ledger, device, waits, ranks: (lanes, waits))
 
 
 @pytest.mark.parametrize("flags", ["", "--timing-log-level 2"])
@@ -142,4 +150,4 @@ def test_a_run_connects_its_lanes_when_it_builds_them_if_it_is_on_a_gpu(device: 
     monkeypatch.setattr(world_links, "send_first_messages", lambda *arguments: calls.append(arguments))
     config = resolve(parse_flags("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()), 2, 2)
     setup.build_links(config, world, make_instruments(config, CPU, 0))
-    assert [arguments[1:] for arguments in calls] == ([("lanes on streams", world.device)] if device == "cuda" else [])
+    assert [arguments[1:] for arguments in calls] == ([("lanes on streams", world.device, range(2))] if device == "cuda" else [])

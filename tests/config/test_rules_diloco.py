@@ -45,8 +45,8 @@ def test_every_node_is_an_island_and_outer_steps_begin_after_the_warmup(flags: s
         ("--diloco-islands 2", "--diloco-islands 2 changes nothing without --diloco-sync-period; give that as well."),
         (
             "--diloco-sync-period 8 --zero-stage 0",
-            "--diloco-sync-period divides what a rank updates among the islands, and in --zero-stage 0 each of the 2 ranks of an island "
-            "updates all weights; choose --zero-stage 1, 2 or 3.",
+            "--zero-stage 0 lets each of the 2 ranks of an island update all weights, and --diloco-sync-period divides among the islands "
+            "what a rank updates; choose --zero-stage 1, 2 or 3.",
         ),
         (
             "--diloco-sync-period 8 --optimizer-cpu-offload",
@@ -71,7 +71,17 @@ def test_every_node_is_an_island_and_outer_steps_begin_after_the_warmup(flags: s
         ),
         (
             "--diloco-sync-period 8 --context-parallel-size 4",
-            "--context-parallel-size 4 does not divide the 2 ranks of an island (--diloco-islands); choose 1 or 2.",
+            "--context-parallel-size 4 does not divide the 2 ranks of an island (--diloco-islands 4); choose 1 or 2.",
+        ),
+        (
+            "--diloco-sync-period 8 --context-parallel-size 4 --zero-stage 0",
+            "--context-parallel-size 4 does not divide the 2 ranks of an island (--diloco-islands 4); choose 1 or 2 and another "
+            "--zero-stage.",
+        ),
+        (
+            "--diloco-sync-period 8 --context-parallel-size 4 --tensor-model-parallel-size 2",
+            "--context-parallel-size 4 does not divide the 1 data-parallel rank of an island (--diloco-islands 4, "
+            "--tensor-model-parallel-size 2 of 8 ranks); choose 1.",
         ),
         (
             "--diloco-sync-period 8 --zero-quantized-gradients --zero-quantized-gradients-intra-bits 16",
@@ -103,7 +113,15 @@ def test_more_islands_than_are_decoded_together_are_refused_where_their_exchange
         ),
         (
             "--diloco-sync-period 100 --lr-warmup-iters 100",
-            ["--diloco-sync-period 100 makes 9 outer steps of each unit from iteration 100 to --train-iters 1000; with fewer than 10"],
+            [
+                "--diloco-sync-period 100 makes 9 outer steps of each unit from iteration 100 to --train-iters 1000; islands with fewer "
+                "than 10 steps learn much less than one world"
+            ],
+        ),
+        ("--diloco-sync-period 100 --lr-warmup-iters 100 --diloco-islands 1", []),
+        (
+            "--diloco-sync-period 16 --zero-quantized-gradients --tensor-model-parallel-size 2",
+            ["--zero-quantized-gradients: all 2 ranks of an island have the same samples (--tensor-model-parallel-size), so nothing"],
         ),
         ("--diloco-sync-period 16 --diloco-start-iteration 2000", ["makes 0 outer steps of each unit from iteration 2000"]),
         ("--diloco-sync-period 16 --zero-quantized-gradients", ["--zero-quantized-gradients: an island has one node, so only the link"]),

@@ -58,8 +58,8 @@ def test_neither_a_save_nor_an_evaluation_changes_a_bit(ranks: RankPool, tmp_pat
 
 @pytest.mark.parametrize("stage", ["--zero-stage 3", "--zero-stage 1"])
 def test_the_next_losses_are_those_of_the_unbroken_run(ranks: RankPool, tmp_path: Path, unbroken: tuple[Path, Records], stage: str) -> None:
-    saved, records = unbroken
     """Norms add their squares in another order at another stage."""
+    saved, records = unbroken
     flags = f"{COMMON} {ISLANDS} {EVALUATING} {stage} --load {saved} --ckpt-step {SAVED_AT}"
     found, expected = pretrain(ranks, 2, 2, flags, tmp_path / "run.jsonl"), losses(records)[SAVED_AT:]
     assert [loss for loss, _ in losses(found)] == [loss for loss, _ in expected]
@@ -91,7 +91,7 @@ def test_every_node_may_keep_its_island_on_a_disk_of_its_own(ranks: RankPool, tm
     ("flags", "notice"),
     [
         ("--zero-stage 2", "the checkpoint has 2 islands; the run goes on from the mean of their weights and moments"),
-        (f"--zero-stage 3 {ISLANDS} --diloco-islands 1", "the checkpoint has 2 islands; each of the 1 island here goes on from the mean"),
+        (f"--zero-stage 3 {ISLANDS} --diloco-islands 1", "the checkpoint has 2 islands; the one here goes on from the mean"),
         (f"--zero-stage 3 {ISLANDS} --no-load-optim", ""),
     ],
 )
@@ -125,6 +125,24 @@ def test_islands_go_on_from_a_checkpoint_of_one_world(ranks: RankPool, tmp_path:
     after = losses(read(tmp_path / "islands.jsonl"))
     assert after[0][0] == pytest.approx(expected[0][0], rel=1e-6)
     assert after != expected and len(after) == END - SAVED_AT
+
+
+def test_what_islands_have_learned_by_themselves_is_in_the_weights_at_the_end(ranks: RankPool, tmp_path: Path) -> None:
+    """A period that the run does not reach: without means at the end the outer weights would be the first ones."""
+    flags = f"{COMMON} {ISLANDS} {EXACT} {EVALUATING} --zero-stage 3 --diloco-sync-period 100 --diloco-all-at-once"
+    flags += " --diloco-start-iteration 0"
+    before, after = validation_losses(pretrain(ranks, 2, 2, flags, tmp_path / "run.jsonl"))
+    plain = validation_losses(pretrain(ranks, 2, 2, f"{COMMON} {EVALUATING} --zero-stage 3", tmp_path / "plain.jsonl"))
+    assert plain[1] < before - 0.01 and after == pytest.approx(plain[1], abs=0.01)
+
+
+def test_a_resumed_run_may_take_the_warmup_of_its_checkpoint_and_with_it_the_start_of_outer_steps(ranks: RankPool, tmp_path: Path) -> None:
+    warmup, saving = "--lr-warmup-iters 6", f"--save {tmp_path / 'saved'} --exit-interval 3"
+    common = f"{COMMON} {ISLANDS} --zero-stage 3"
+    expected = losses(pretrain(ranks, 2, 2, f"{common} {warmup}", tmp_path / "expected.jsonl"))
+    pretrain(ranks, 2, 2, f"{common} {warmup} {saving}", tmp_path / "first.jsonl")
+    flags = f"{common} --lr-warmup-iters 0 --load {tmp_path / 'saved'} --use-checkpoint-opt-param-scheduler"
+    assert losses(pretrain(ranks, 2, 2, flags, tmp_path / "rest.jsonl")) == expected[3:]
 
 
 def test_a_checkpoint_without_optimizer_has_the_outer_weights_alone(ranks: RankPool, tmp_path: Path) -> None:
@@ -179,8 +197,8 @@ def entry_with_requests(flags: list[str], rank: int, iteration: int) -> int:
         return entry(flags)
 
 
-@pytest.mark.parametrize(("rank", "iteration", "ended_at"), [(3, 1, PERIOD), (0, PERIOD + 1, 2 * PERIOD), (2, PERIOD, PERIOD)])
-def test_all_islands_end_when_a_period_does_in_which_one_rank_was_asked_to(
+@pytest.mark.parametrize(("rank", "iteration", "ended_at"), [(3, 1, 1), (0, 3, PERIOD), (1, PERIOD + 1, 2 * PERIOD), (2, PERIOD, PERIOD)])
+def test_all_islands_end_when_a_period_does_in_which_one_rank_was_asked_to_or_after_a_plain_mean(
     ranks: RankPool, tmp_path: Path, rank: int, iteration: int, ended_at: int
 ) -> None:
     flags = f"{COMMON} {ISLANDS} --zero-stage 3 --save {tmp_path} --exit-signal-handler"

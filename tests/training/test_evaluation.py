@@ -60,7 +60,8 @@ def rows_of(rank: int, ranks: int, micro_batch_size: int, samples: int, passes: 
 
 
 def engine_with(gather_world: Callable[[Tensor], Tensor], grid: Grid) -> Any:
-    return SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world, links=SimpleNamespace(grid=grid))
+    links = SimpleNamespace(grid=grid, ranks=range(grid.world_size))
+    return SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world, links=links)
 
 
 def held_out_set(engine: Any, samples: Squares, sampler: WholePassSampler, microbatches: int) -> HeldOutSet:

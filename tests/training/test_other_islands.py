@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
 from harness.islands import Member, run_islands
 
+from megatron_zpp.comm.waits import WATCH_SECONDS, Waits
 from megatron_zpp.monitor.memory import MemoryReading
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.training.metrics import Interval, ReportInputs, StepReadings
@@ -46,6 +48,34 @@ def test_a_request_of_one_island_is_known_to_all_when_the_period_ends() -> None:
     known = StopRequest.SIGNAL | StopRequest.DURATION
     expected = [known if iteration % PERIOD == 0 else StopRequest.NONE for iteration in range(1, 2 * PERIOD + 1)]
     assert run_islands(2, 2, program, options=OuterOptions(period=PERIOD)) == [expected] * 4
+
+
+def test_while_islands_take_means_a_request_is_known_at_once() -> None:
+    def program(member: Member) -> list[StopRequest]:
+        others = OtherIslands(member.outer)
+        own = StopRequest.SIGNAL if member.outer.island else StopRequest.NONE
+        return [others.requests(StopRequest.NONE, 1), others.requests(own, 2)]
+
+    options = OuterOptions(period=PERIOD, start_iteration=2)
+    assert run_islands(2, 1, program, options=options) == [[StopRequest.NONE, StopRequest.SIGNAL]] * 2
+
+
+def test_an_island_learns_of_a_failure_on_another_long_before_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then: each look asks the store of the run."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def program(member: Member) -> list[int]:
+        looks, found = [], []
+        member.outer.links.waits = Waits(lambda: looks.append(1))
+        others = OtherIslands(member.outer)
+        for iteration, seconds in enumerate((0.0, 0.5 * WATCH_SECONDS, 0.6 * WATCH_SECONDS, 0.6 * WATCH_SECONDS), 1):
+            now[0] += seconds
+            others.requests(StopRequest.NONE, iteration)
+            found.append(len(looks))
+        return found
+
+    assert run_islands(1, 1, program, options=OuterOptions(period=100)) == [[1, 1, 2, 2]]
 
 
 @pytest.mark.parametrize("counts", [True, False])

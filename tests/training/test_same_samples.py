@@ -24,8 +24,11 @@ def batch(first_sample: int = 4, shift: int = 0) -> MicroBatch:
     return MicroBatch(TOKENS + shift, TOKENS + shift + 1, torch.ones(2, 6), first_sample)
 
 
-def engine_of(other: MicroBatch, at: int, calls: list[Tensor], grid: Grid = GRID) -> Any:
-    """An engine in whose world every rank has the caller's micro-batch, but rank `at` has `other`."""
+def engine_of(other: MicroBatch, at: int, calls: list[Tensor], grid: Grid = GRID, first: int = 0) -> Any:
+    """An engine in whose world every rank has the caller's micro-batch, but rank `at` has `other`.
+
+    first: what the first rank of the engine's world is called.
+    """
 
     def gather_world(own: Tensor) -> Tensor:
         calls.append(own)
@@ -33,7 +36,8 @@ def engine_of(other: MicroBatch, at: int, calls: list[Tensor], grid: Grid = GRID
         rows[at] = torch.tensor([checksum(other), other.first_sample], dtype=own.dtype)
         return rows.view(grid.data_ranks, grid.tensor_ranks, -1)
 
-    return SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world, links=SimpleNamespace(grid=grid))
+    links = SimpleNamespace(grid=grid, ranks=range(first, first + grid.world_size))
+    return SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world, links=links)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,15 @@ def test_all_ranks_that_share_samples_are_compared(grid: Grid, at: int, words: s
     check = SameSamples(engine_of(batch(shift=1), at, [], grid))
     with pytest.raises(RuntimeError, match=words):
         check.read(batch())
+
+
+def test_ranks_of_an_island_are_named_as_ranks_of_the_world() -> None:
+    check = SameSamples(engine_of(batch(shift=1), 5, [], first=8))
+    with pytest.raises(RuntimeError, match="ranks 12 and 13 share layers.* on rank 12, from sample 4 on with checksum .* on rank 13"):
+        check.read(batch())
+    same = [1.0] * 24  # of the evaluation of three islands
+    with pytest.raises(RuntimeError, match="ranks 20 and 21 share layers.* on rank 20, checksum 00000002 of all so far on rank 21"):
+        check.compare([*same[:21], 2.0, *same[22:]])
 
 
 def test_labels_count_as_well_as_tokens() -> None:
@@ -125,7 +138,7 @@ def test_a_later_micro_batch_that_differs_is_found_with_the_numbers_of_its_step_
     engine = SimpleNamespace(
         device=torch.device("cpu"),
         gather_world=lambda own: calls.append(own) or own.expand(8, -1).view(GRID.data_ranks, GRID.tensor_ranks, -1),
-        links=SimpleNamespace(grid=GRID),
+        links=SimpleNamespace(grid=GRID, ranks=range(GRID.world_size)),
     )
     good, bad = SameSamples(engine), SameSamples(engine)  # type: ignore[arg-type]
     sums = [read_by(good)] * 8

@@ -105,6 +105,7 @@ def test_the_first_hop_that_differs_is_named_with_its_place() -> None:
         "ranks 0 and 2 made different calls: after 2 messages over the intra link since the last step, rank 0 asked for the weights of "
         "unit c and rank 2 for the weights of unit a"
     )
+    assert "ranks 4 and 6 made different calls" in first_difference([order.as_text() for order in orders], range(4, 7))
 
 
 @pytest.mark.parametrize("more", [1, 1000])

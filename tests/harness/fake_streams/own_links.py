@@ -13,7 +13,6 @@ from harness.worlds import TurnLanes
 from megatron_zpp.comm import world_links
 from megatron_zpp.comm.lanes import StreamLanes
 from megatron_zpp.comm.links import Links
-from megatron_zpp.comm.waits import Waits
 
 _of_thread = threading.local()
 
@@ -30,8 +29,8 @@ def links_on_machines() -> Iterator[None]:
     def make_lanes(_: Any) -> Any:
         return TurnLanes() if _of_thread.machine is None else StreamLanes(_of_thread.machine)
 
-    def make_links(*parts: Any, waits: Waits) -> Links:
-        return Links(*parts, streams=_of_thread.machine, waits=waits)
+    def make_links(*parts: Any, **others: Any) -> Links:
+        return Links(*parts, streams=_of_thread.machine, **others)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(world_links, "make_lanes", make_lanes))
