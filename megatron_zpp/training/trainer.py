@@ -184,7 +184,6 @@ class Trainer:
         """Saves and validates if they are due. Saves first: a run that was asked to end may be killed during a validation."""
         training, iteration, save_interval = self._config.training, self._progress.iteration, self._config.checkpoint.save_interval
         if self._outer is not None and iteration == training.train_iters:
-            self._saver.wait_for_copy()
             self._outer.take_means()  # else what islands have learned since their last exchange would be in no outer weight
         if (save_interval is not None and iteration % save_interval == 0) or self._is_last():
             self._save()

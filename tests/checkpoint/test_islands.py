@@ -255,6 +255,10 @@ def test_each_island_goes_on_with_its_own_updates_and_loss_scale(tmp_path: Path)
     expected = 2 * [(STOP, 64.0)] + 2 * [(STOP - 2, 16.0)]
     assert of_islands(loads=False) == expected
     assert of_islands(loads=True) == expected
+    # One island goes on with the smaller of the two scales, and with the updates of that island.
+    program_of_one = partial(program, loads=True)
+    found = run_islands(1, 2, program_of_one, options, OPTIONS, loss_scaler=lambda: DynamicLossScaler(64.0, hysteresis=1))
+    assert found == 2 * [(STOP - 2, 16.0)]
 
 
 def frozen_first() -> nn.Sequential:

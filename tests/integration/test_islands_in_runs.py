@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +25,21 @@ Records = list[dict[str, Any]]
 
 
 def entry_with_slow_copies(flags: list[str]) -> int:
-    """The entry, whose --async-save copies the state so slowly that an evaluation and the next update come before."""
+    """The entry, whose --async-save copies the state so slowly that an evaluation would be under way, if it did not wait."""
     from megatron_zpp.checkpoint.snapshot import HostSnapshot
+    from megatron_zpp.training import evaluation
 
-    copy = HostSnapshot.copy
+    copy, token_losses = HostSnapshot.copy, evaluation.token_losses
 
     def slow_copy(snapshot: HostSnapshot) -> None:
         time.sleep(0.2)
         copy(snapshot)
 
-    with mock.patch.object(HostSnapshot, "copy", slow_copy):
+    def slow_losses(*arguments: Any) -> Any:
+        time.sleep(0.4)
+        return token_losses(*arguments)
+
+    with mock.patch.object(HostSnapshot, "copy", slow_copy), mock.patch.object(evaluation, "token_losses", slow_losses):
         return entry(flags)
 
 
@@ -136,6 +142,15 @@ def test_what_islands_have_learned_by_themselves_is_in_the_weights_at_the_end(ra
     assert plain[1] < before - 0.01 and after == pytest.approx(plain[1], abs=0.01)
 
 
+def test_an_exchange_that_is_due_after_an_iteration_that_is_passed_over_is_made(ranks: RankPool, tmp_path: Path) -> None:
+    """Only then the outer weights, which are evaluated one iteration later, are not the first ones."""
+    common = f"{COMMON} {ISLANDS} {EVALUATING} --zero-stage 3 --diloco-all-at-once --diloco-start-iteration 0 --diloco-outer-lr 1 "
+    common += f"--iterations-to-skip {PERIOD}"
+    first, _ = validation_losses(pretrain(ranks, 2, 2, f"{common} --diloco-sync-period 100", tmp_path / "never.jsonl"))
+    found, _ = validation_losses(pretrain(ranks, 2, 2, common, tmp_path / "run.jsonl"))
+    assert found < first
+
+
 def test_a_resumed_run_may_take_the_warmup_of_its_checkpoint_and_with_it_the_start_of_outer_steps(ranks: RankPool, tmp_path: Path) -> None:
     warmup, saving = "--lr-warmup-iters 6", f"--save {tmp_path / 'saved'} --exit-interval 3"
     common = f"{COMMON} {ISLANDS} --zero-stage 3"
@@ -217,6 +232,12 @@ def test_iterations_that_are_passed_over_and_skipped_steps_keep_all_islands_toge
         iteration: rate for iteration, rate in rates(plain).items() if iteration < 7
     }
     assert records[-1]["iteration"] == END
+
+
+def test_timers_are_those_of_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"{COMMON} {ISLANDS} --zero-stage 3 --log-interval 5 --timing-log-level 1 --timing-log-option all"
+    found = ranks.run(2, 2, entry_in, str(tmp_path), [*TINY, *flags.split()])
+    assert all(re.search(rf"forward-backward:\n(?:.*\n){{{rank}}} +rank +{rank}: ", found[-1][1]) for rank in range(4)), found[-1][1]
 
 
 def entry_with_a_bad_island(flags: list[str]) -> int:
