@@ -8,7 +8,6 @@ C ranks of one ladder, in the order of their tokens; they may be on several node
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -27,16 +26,8 @@ from megatron_zpp.parallel.topology import CONTEXT_ACROSS
 class ContextLink(GroupLink):
     """The exchanges of one rank over the context link."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        ledger: Ledger,
-        staging: Staging,
-        streams: Streams | None,
-        waits: Waits,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(CONTEXT_ACROSS, Category.EXCHANGES, backend, ledger, staging, streams, waits, ranks)
+    def __init__(self, backend: Backend, ledger: Ledger, staging: Staging, streams: Streams | None, waits: Waits) -> None:
+        super().__init__(CONTEXT_ACROSS, Category.EXCHANGES, backend, ledger, staging, streams, waits)
 
     def exchange(self, parts: Tensor) -> Tensor:
         """[C, ...]: what every rank has for this one. parts: [C, ...], what this rank has for every other, all ranks' of one shape."""

@@ -5,7 +5,7 @@ Computation calls such a link itself, and every rank of its group must make the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,19 +44,9 @@ class GroupLink:
     """
 
     def __init__(
-        self,
-        lane: Lane,
-        category: Category,
-        backend: Backend,
-        ledger: Ledger,
-        staging: Staging,
-        streams: Streams | None,
-        waits: Waits,
-        ranks: Sequence[int] | None = None,
+        self, lane: Lane, category: Category, backend: Backend, ledger: Ledger, staging: Staging, streams: Streams | None, waits: Waits
     ) -> None:
-        """ranks: what each rank of the grid is called in errors; by default as in the grid."""
         members = backend.grid.members(lane.link, backend.rank)
-        names = ranks_in_words(ranks[member] if ranks else member for member in members)
         self.ranks = len(members)
         self.rank = members.index(backend.rank)
         self.name = f"{lane.link.value} link"
@@ -64,12 +54,9 @@ class GroupLink:
         self._backend = backend
         self._ledger = ledger
         self._staging = staging
-        self._runner = make_runner(
-            f"{lane.link.value}-link",
-            f"{self.name} of {names}",
-            streams,
-            waits,
-        )
+        names = waits.ranks or range(backend.grid.world_size)
+        of_members = ranks_in_words(names[member] for member in members)
+        self._runner = make_runner(f"{lane.link.value}-link", f"{self.name} of {of_members}", streams, waits)
         self._category = category
 
     def book_under(self, category: Category) -> None:

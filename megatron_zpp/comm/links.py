@@ -10,7 +10,7 @@ Over a link of one rank no bytes cross, and gradients are not encoded for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -73,8 +73,7 @@ class Links:
     tensor_link: to the ranks of the other ladders that have the same tokens; None if there is one ladder.
     context_link: to the ranks of this ladder that have other tokens of the same samples; None if there are none.
     host_link: to the memory of the host, where an optimizer may be kept.
-    hop_order: of the hops of this rank in which other ranks take part.
-    ranks: what each rank of the grid is called in errors; by default as in the grid.
+    hop_order: of the hops of this rank in which other ranks take part. ranks: what each rank of the grid is called in errors.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class Links:
         streams: Streams | None = None,
         waits: Waits | None = None,
         staging: Staging | None = None,
-        ranks: Sequence[int] | None = None,
     ) -> None:
         self.grid = backend.grid
         self.topology = backend.grid.ladder
@@ -101,8 +99,8 @@ class Links:
         self.host_link = HostLink(self.streams, device if device.type == "meta" else HOST)
         self.hop_order = HopOrder()
         self.waits = waits or Waits()
-        self.ranks = ranks or range(self.grid.world_size)
-        parts = (backend, ledger, self.staging, self.streams, self.waits, self.ranks)
+        self.ranks = self.waits.ranks or range(self.grid.world_size)
+        parts = (backend, ledger, self.staging, self.streams, self.waits)
         self.tensor_link = TensorLink(*parts) if self.grid.tensor_ranks > 1 else None
         self.context_link = ContextLink(*parts) if self.grid.context_ranks > 1 else None
         self.partitions = self.topology.partitions

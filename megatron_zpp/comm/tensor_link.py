@@ -9,7 +9,7 @@ rounded once, so every rank gets the same bits, and no collective adds. A sum th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -36,16 +36,8 @@ def padded_part_numel(numel: int, ranks: int, element_bytes: int) -> int:
 class TensorLink(GroupLink):
     """The gathers and sums of one rank over the tensor link."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        ledger: Ledger,
-        staging: Staging,
-        streams: Streams | None,
-        waits: Waits,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(TENSOR_ACROSS, Category.ACTIVATIONS, backend, ledger, staging, streams, waits, ranks)
+    def __init__(self, backend: Backend, ledger: Ledger, staging: Staging, streams: Streams | None, waits: Waits) -> None:
+        super().__init__(TENSOR_ACROSS, Category.ACTIVATIONS, backend, ledger, staging, streams, waits)
 
     def gather(self, own: Tensor, category: Category | None = None) -> Tensor:
         """[T, *own.shape]: `own` of every rank, all of one shape."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -72,7 +72,7 @@ class WorldLinks:
         lanes = _asking_lanes(name, rank, grid.world_size) if asks else make_lanes(streams, waits.watch or nothing)
         if streams is not None:
             send_first_messages(backend, lanes, device, own)
-        return cls(_links(backend, lanes, device, waits, own), (*of_lanes.values(), *([world] if world is not None else [])))
+        return cls(_links(backend, lanes, device, replace(waits, ranks=own)), (*of_lanes.values(), *([world] if world is not None else [])))
 
     def end(self) -> None:
         """Ends the groups, once no rank needs them any more."""
@@ -82,10 +82,10 @@ class WorldLinks:
             end_group(group)
 
 
-def _links(backend: Backend, lanes: Lanes, device: torch.device, waits: Waits, ranks: Sequence[int] | None = None) -> Links:
+def _links(backend: Backend, lanes: Lanes, device: torch.device, waits: Waits) -> Links:
     if type(waits.observer) is not Observer:  # which would see nothing
         lanes = ObservedLanes(lanes, waits.observer)
-    return Links(backend, lanes, Ledger(backend.grid, backend.rank), device, waits=waits, ranks=ranks)
+    return Links(backend, lanes, Ledger(backend.grid, backend.rank), device, waits=waits)
 
 
 def _asking_lanes(name: str, rank: int, world_size: int) -> Lanes:

@@ -125,7 +125,7 @@ def connect_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_links, "has_world", lambda: True)
     monkeypatch.setattr(world_links.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(world_links, "make_lane_groups", lambda *arguments: {})
-    monkeypatch.setattr(world_links, "Links", lambda backend, lanes, ledger, device, waits, ranks: (lanes, waits))
+    monkeypatch.setattr(world_links, "Links", lambda backend, lanes, ledger, device, waits: (lanes, waits))
 
 
 @pytest.mark.parametrize("flags", ["", "--timing-log-level 2"])
