@@ -140,7 +140,7 @@ def test_members_are_planned_on_islands_and_those_that_islands_cannot_have_are_l
     (rate,) = plan(tmp_path, "--nodes", "2", *options, flags=ISLANDS)["rates"]  # type: ignore[misc]
     printed = capsys.readouterr().out.replace("\n  ", " ")
     assert "World: 2 nodes x 2 ranks; 2 islands, joined every 8 iterations" in printed and "| outer |" in printed
-    assert "\nLeft out: ZeRO-0: --diloco-sync-period divides what a rank updates among the islands" in printed
+    assert "\nLeft out: ZeRO-0: --zero-stage 0 lets each of the 2 ranks of an island update all weights" in printed
     for member in rate["members"].values():
         assert member["inter_node_bytes"] == 0 and member["outer_node_bytes"] == rate["members"]["ZeRO-3"]["outer_node_bytes"] > 0
     plan(tmp_path, "--nodes", "4", *options, "--memory-gigabytes", "0.01", flags=[*ISLANDS, "--diloco-islands", "2"])
