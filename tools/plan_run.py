@@ -126,7 +126,7 @@ def _configs(given: Config, members: Sequence[Member], world: PlannedWorld) -> t
 
     Those are left out that a flag contradicts: lean, and with islands all but ZeRO-3, to which others are compared.
     """
-    has_islands = given.diloco.diloco_sync_period is not None
+    has_islands = given.diloco.has_islands
     configs, left_out = dict[Member, Config](), dict[str, list[str]]()
     for member in members:
         try:

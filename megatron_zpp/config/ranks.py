@@ -105,7 +105,7 @@ def count_ranks(config: Config, world_size: int, local_world_size: int | None) -
 
 
 def _count_islands(config: Config, ranks: RankCounts) -> int:
-    if config.diloco.diloco_sync_period is None:
+    if not config.diloco.has_islands:
         return 1
     nodes = ranks.world // ranks.ranks_per_node
     islands = config.diloco.diloco_islands or nodes

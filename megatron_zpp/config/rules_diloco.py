@@ -20,7 +20,7 @@ FEWEST_OUTER_STEPS = 10  # with fewer, outer momentum has not settled, and a run
 
 def check_resolved(config: Config, ranks: RankCounts) -> None:
     """Raises FlagError for the first rule about islands that the filled-in values break in a world of these ranks."""
-    if config.diloco.diloco_sync_period is None:
+    if not config.diloco.has_islands:
         return
     check_inner_optimizer(config, ranks)
     if any(config.value_of(name) != WORKING_DTYPE_BITS for name in CODED):

@@ -25,7 +25,7 @@ from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.members import PlannedWorld
-from megatron_zpp.training.plan_words import mfu, model_in_words, model_teraflops, rounded, sharding_in_words, tokens_per_second, wrapped
+from megatron_zpp.training.plan_words import islands_in_words, mfu, model_in_words, model_teraflops, rounded, tokens_per_second, wrapped
 from megatron_zpp.training.sample_order import order_notices
 from megatron_zpp.training.sharding import checkpoint_bytes, grid_of, sample_groups_of, saved_between_nodes, shape_of
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
@@ -58,7 +58,7 @@ def described_plan(given: Config, launch: Launch) -> str:
         "training": _training(plan),
         "data": data,
         "start": start,
-        "sharding": sharding_in_words(plan),
+        "sharding": " on ".join(filter(None, [plan.member.name, islands_in_words(plan)])),
         "memory per rank": f"{in_gib(plan.memory.total)}: {plan.memory}",
         "host memory per rank": _host(plan, world),
         "bytes per iteration": _bytes(plan),
@@ -222,7 +222,7 @@ def _bytes(plan: RunPlan) -> str:
 
 def _outer_bytes(plan: RunPlan) -> str:
     """What outer steps bring; empty without them."""
-    if plan.config.diloco.diloco_sync_period is None:
+    if not plan.config.diloco.has_islands:
         return ""
     average, most, of_means = (n / GIGABYTE for n in (plan.outer_node_bytes, plan.outer_most_bytes, plan.mean_node_bytes))
     start = plan.config.diloco.diloco_start_iteration

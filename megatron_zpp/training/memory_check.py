@@ -18,7 +18,7 @@ from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.plan.device_memory import NO_DEVICE, device_memory
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
-from megatron_zpp.training.sharding import column_grid
+from megatron_zpp.training.sharding import column_grid, world_size_of
 
 ISLANDS = "--diloco-islands"
 LARGEST_NODES = 1 << 10  # of more, each would lessen hardly anything, and padding of small parts for so many ranks grows
@@ -54,8 +54,7 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
 
     taken = device_memory(grid, column_grid(config)) if is_on_gpu and available.is_after_start else NO_DEVICE
     need = need_with(config, grid)
-    islands = config.diloco.diloco_islands
-    world_size = _world_size(config, grid)
+    islands, world_size = config.diloco.diloco_islands, world_size_of(config, grid)
     ranks = f"each of the {world_size} ranks" if world_size > 1 else "the one rank"
     if is_on_gpu and available.host is not None and need.host > available.host:
         raise UserError(_host_is_too_small(config, need, ranks, available.host))
@@ -88,7 +87,7 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
     if may_fit:
         first += _fewer_islands(config, grid, lambda config, grid: available.holds(need_with(config, grid)))
     levers = _levers(config, padded_vocab_size, grid, need, first, fits_more_nodes=times is not None)
-    on_island = "" if config.diloco.diloco_sync_period is None else " on each island"
+    on_island = " on each island" if config.diloco.has_islands else ""
     if times is not None:
         world = f"{counted(islands * times * together, 'node')} of {counted(grid.ranks_per_node, 'rank')}"
         others = f", or give {any_of(levers)}" if levers else ""
@@ -104,7 +103,7 @@ def check_fits(config: Config, padded_vocab_size: int, grid: Grid, *, is_on_gpu:
 def _fewer_islands(config: Config, grid: Grid, fits: Callable[[Config, Grid], bool]) -> list[str]:
     """The most islands, fewer than now and of more nodes each, with which the run fits into the same world; empty if none do."""
     fewer = divisors(config.diloco.diloco_islands)[-2:0:-1]
-    larger = ((islands, replace(grid, world_size=_world_size(config, grid) // islands)) for islands in fewer)
+    larger = ((islands, replace(grid, world_size=world_size_of(config, grid) // islands)) for islands in fewer)
     fitting = (islands for islands, of_island in larger if fits(config.with_values(diloco_islands=islands), of_island))
     return [f"{ISLANDS} {islands}" for islands in islice(fitting, 1)]
 
@@ -113,7 +112,7 @@ def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes:
     takers = ["--optimizer-cpu-offload"] if config.zero.optimizer_cpu_offload else []
     takers += ["--checkpoint-in-cpu"] if need.tensors.on_host.get(KEPT_INPUTS) else []
     takers += ["--async-save"] if need.save_copy else []
-    more_nodes = "take more nodes" if config.diloco.diloco_sync_period is None else "take more nodes for each island"
+    more_nodes = "take more nodes for each island" if config.diloco.has_islands else "take more nodes"
     if takers == ["--async-save"]:
         return (
             f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {ranks}, for a copy of the state that is saved, but "
@@ -180,26 +179,21 @@ def _lever_without_copy(zero: ZeroConfig) -> list[str]:
 def _larger_tensor_size(config: Config, padded_vocab_size: int, grid: Grid) -> list[str]:
     """The next number of ranks that could share the layers of this run; empty if there is none."""
     larger = (size for size in divisors(grid.ranks_per_node) if size > grid.tensor_ranks and padded_vocab_size % size == 0)
-    fitting = (size for size in larger if could_have(config, _world_size(config, grid), tensor_model_parallel_size=size))
+    fitting = (size for size in larger if could_have(config, world_size_of(config, grid), tensor_model_parallel_size=size))
     return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
 
 
 def _larger_context_size(config: Config, grid: Grid) -> list[str]:
     """The next number of ranks that could divide the samples of this run; empty if there is none."""
     larger = (size for size in divisors(grid.data_ranks) if size > grid.context_ranks)
-    fitting = (size for size in larger if could_have(config, _world_size(config, grid), context_parallel_size=size))
+    fitting = (size for size in larger if could_have(config, world_size_of(config, grid), context_parallel_size=size))
     return [f"{CONTEXT_SIZE} {size}" for size in fitting][:1]
-
-
-def _world_size(config: Config, grid: Grid) -> int:
-    """Ranks of all islands. grid: of one."""
-    return config.diloco.diloco_islands * grid.world_size
 
 
 def _may_have_more_nodes(config: Config) -> bool:
     """Whether an island of this run may have more ranks (config/rules_diloco.py). A world without islands may."""
-    zero, has_islands = config.zero, config.diloco.diloco_sync_period is not None
-    return not has_islands or (zero.zero_stage > 0 and not zero.zero_quantized_weight_differences)
+    zero = config.zero
+    return not config.diloco.has_islands or (zero.zero_stage > 0 and not zero.zero_quantized_weight_differences)
 
 
 def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
@@ -212,4 +206,4 @@ def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
 def _can_offload(config: Config) -> bool:
     """Whether the run could have --optimizer-cpu-offload, and has not."""
     has_owners = config.zero.zero_stage > 0 and config.optimizer.optimizer_backend == "torch"
-    return has_owners and not config.zero.optimizer_cpu_offload and config.diloco.diloco_sync_period is None
+    return has_owners and not config.zero.optimizer_cpu_offload and not config.diloco.has_islands

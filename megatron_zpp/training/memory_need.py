@@ -105,7 +105,7 @@ def _save_copy_bytes(config: Config, padded_vocab_size: int, grid: Grid) -> int:
         return 0
     layouts = layouts_of(config, padded_vocab_size, grid)
     primary_numel = sum(layout.slice_numel for layout in layouts)
-    if config.diloco.diloco_sync_period is None:
+    if not config.diloco.has_islands:
         return saved_bytes(config, grid) * primary_numel
     shapes = outer_shapes(layouts, config.diloco.diloco_islands)
     outer_numel = sum(max(shape.numel for shape in of_unit if shape is not None) for of_unit in shapes)

@@ -15,6 +15,8 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import hardware_flops, model_flops
 from megatron_zpp.monitor.interval_report import IntervalReport
 from megatron_zpp.monitor.memory import MemoryReading
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.sharding import world_size_of
 from megatron_zpp.training.step import StepOutcome
 
 
@@ -95,9 +97,9 @@ class StepTraffic:
         self._before = total
 
     @property
-    def world_size(self) -> int:
-        """Ranks of the world, or of an island."""
-        return self._ledger.grid.world_size
+    def grid(self) -> Grid:
+        """That of the world, or of an island."""
+        return self._ledger.grid
 
     @property
     def inter_node_bytes(self) -> int:
@@ -133,7 +135,7 @@ def interval_report(config: Config, progress: Progress, interval: Interval, inpu
     """Report of the interval that ends with the current iteration."""
     samples = interval.samples / interval.iterations
     seconds = interval.seconds / interval.iterations
-    world_size = traffic.world_size * config.diloco.diloco_islands
+    world_size = world_size_of(config, traffic.grid)
     model, vocabulary = config.model, inputs.padded_vocab_size
     made = hardware_flops(
         model,

@@ -32,7 +32,7 @@ class _Told(NamedTuple):
 
 
 class OtherIslands:
-    """The islands of a run as one of them sees them. outer: None in a run without islands, where nothing crosses.
+    """The islands of a run as one of them sees them between steps. outer: None in a run without islands, where nothing crosses.
 
     Every rank of every island must make the same calls.
     """
@@ -63,36 +63,38 @@ class OtherIslands:
             column.waits.watch()
             self._looked = now
 
-    def report(self, interval: Interval, inputs: ReportInputs) -> tuple[Interval, ReportInputs]:
-        """The same with the numbers of all islands: the mean of their losses and counts of zeros, and the root mean square of their norms.
 
-        Iterations that were skipped or had no finite loss are those of the island that has the most, and the loss scale is the smallest.
-        """
-        if self._outer is None:
-            return interval, inputs
-        outcome, counts = inputs.latest.outcome, (interval.skipped_iterations, interval.nan_iterations)
-        own = (sum(interval.losses), len(interval.losses), *counts, inputs.latest.loss_scale, outcome.lm_loss, outcome.grad_norm)
-        rows = _of_islands(self._outer.links, [*own, outcome.num_zeros or 0, inputs.params_norm or 0.0])
-        told = _Told(*zip(*rows, strict=True))
-        outcome = replace(
-            outcome,
-            lm_loss=sum(told.lm_loss) / len(rows),
-            grad_norm=_root_mean_square(told.grad_norm),
-            num_zeros=None if outcome.num_zeros is None else round(sum(told.num_zeros) / len(rows)),
-        )
-        return (
-            replace(
-                interval,
-                losses=[sum(told.loss_sum) / sum(told.losses)] if any(told.losses) else [],
-                skipped_iterations=int(max(told.skipped_iterations)),
-                nan_iterations=int(max(told.nan_iterations)),
-            ),
-            replace(
-                inputs,
-                latest=replace(inputs.latest, outcome=outcome, loss_scale=min(told.loss_scale)),
-                params_norm=None if inputs.params_norm is None else _root_mean_square(told.params_norm),
-            ),
-        )
+def of_all_islands(interval: Interval, inputs: ReportInputs, outer: OuterSteps | None) -> tuple[Interval, ReportInputs]:
+    """What a report says, with the numbers of all islands: means of losses and counts of zeros, root mean squares of norms.
+
+    outer: None in a run without islands. Every rank of every island must call it.
+    Iterations that were skipped or had no finite loss are those of the island that has the most, and the loss scale is the smallest.
+    """
+    if outer is None:
+        return interval, inputs
+    outcome, counts = inputs.latest.outcome, (interval.skipped_iterations, interval.nan_iterations)
+    own = (sum(interval.losses), len(interval.losses), *counts, inputs.latest.loss_scale, outcome.lm_loss, outcome.grad_norm)
+    rows = _of_islands(outer.links, [*own, outcome.num_zeros or 0, inputs.params_norm or 0.0])
+    told = _Told(*zip(*rows, strict=True))
+    outcome = replace(
+        outcome,
+        lm_loss=sum(told.lm_loss) / len(rows),
+        grad_norm=_root_mean_square(told.grad_norm),
+        num_zeros=None if outcome.num_zeros is None else round(sum(told.num_zeros) / len(rows)),
+    )
+    return (
+        replace(
+            interval,
+            losses=[sum(told.loss_sum) / sum(told.losses)] if any(told.losses) else [],
+            skipped_iterations=int(max(told.skipped_iterations)),
+            nan_iterations=int(max(told.nan_iterations)),
+        ),
+        replace(
+            inputs,
+            latest=replace(inputs.latest, outcome=outcome, loss_scale=min(told.loss_scale)),
+            params_norm=None if inputs.params_norm is None else _root_mean_square(told.params_norm),
+        ),
+    )
 
 
 def _of_islands(column: Links, own: Sequence[float]) -> list[list[float]]:

@@ -46,12 +46,10 @@ def _precision(config: Config) -> str:
     return names[0] if names else "fp32, because neither --bf16 nor --fp16 is given"
 
 
-def sharding_in_words(plan: RunPlan) -> str:
-    """The name of the member, and the islands on each of which it is."""
+def islands_in_words(plan: RunPlan) -> str:
+    """`2 islands, joined every 16 iterations`; empty without islands."""
     period = plan.config.diloco.diloco_sync_period
-    if period is None:
-        return plan.member.name
-    return f"{plan.member.name} on {counted(plan.islands, 'island')}, joined every {counted(period, 'iteration')}"
+    return "" if period is None else f"{counted(plan.islands, 'island')}, joined every {counted(period, 'iteration')}"
 
 
 def tokens_per_second(plan: RunPlan, seconds: float) -> float:

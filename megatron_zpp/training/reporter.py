@@ -25,7 +25,7 @@ from megatron_zpp.monitor.training_line import megatron_lm_line, samples_line, t
 from megatron_zpp.outer.steps import OuterSteps
 from megatron_zpp.training.hardware import peak_teraflops
 from megatron_zpp.training.metrics import Interval, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
-from megatron_zpp.training.other_islands import OtherIslands
+from megatron_zpp.training.other_islands import of_all_islands
 from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -53,7 +53,7 @@ class Reporter:
         self._padded_vocab_size = padded_vocab_size
         self._engine = engine
         self._everyone = engine if outer is None else outer.everyone
-        self._other_islands = OtherIslands(outer)
+        self._outer = outer
         self._writers = writers
         self._timers = writers.instruments.timers
         self._tally = tally
@@ -119,7 +119,7 @@ class Reporter:
             self._since_line = Interval()
 
     def _interval_report(self, progress: Progress, interval: Interval, inputs: ReportInputs) -> IntervalReport:
-        return interval_report(self._config, progress, *self._other_islands.report(interval, inputs), self._traffic)
+        return interval_report(self._config, progress, *of_all_islands(interval, inputs, self._outer), self._traffic)
 
     def _write_line(self, report: IntervalReport, iterations: int) -> None:
         logging, printer = self._config.logging, self._writers.printer

@@ -20,7 +20,7 @@ from megatron_zpp.training.plan.clock import StepTime, step_time
 from megatron_zpp.training.plan.machine import Machine
 from megatron_zpp.training.plan.outer_plan import OuterPlan, outer_plan
 from megatron_zpp.training.plan.planned_step import PlannedStep, plan_step
-from megatron_zpp.training.sharding import choose_policy, grid_of, layouts_of
+from megatron_zpp.training.sharding import choose_policy, grid_of, layouts_of, world_size_of
 from megatron_zpp.zero.shared_gradients import most_shared_numel, sharing_received_bytes
 
 AS_FAST = 1.05
@@ -46,7 +46,7 @@ class RunPlan:
     @property
     def world_size(self) -> int:
         """The number of ranks, of all islands."""
-        return self.islands * self.grid.world_size
+        return world_size_of(self.config, self.grid)
 
     @property
     def microbatches(self) -> int:

@@ -34,7 +34,7 @@ from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.kept_inputs import about_kept_inputs, build_kept_inputs
 from megatron_zpp.training.sample_order import ordered_samples, read_samples
-from megatron_zpp.training.sharding import choose_policy, column_grid, grid_of, prefetch_of, sample_groups_of
+from megatron_zpp.training.sharding import choose_policy, column_grid, grid_of, prefetch_of, sample_groups_of, world_size_of
 from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import ZeroEngine
@@ -61,7 +61,7 @@ def build_links(config: Config, world: World, instruments: Instruments) -> Links
 
 def build_column(config: Config, world: World, instruments: Instruments) -> Links | None:
     """The links to the ranks that have the same place on the other islands; None without outer steps. Every rank must call it."""
-    if config.diloco.diloco_sync_period is None:
+    if not config.diloco.has_islands:
         return None
     columns = ranks_of_columns(world.world_size, config.diloco.diloco_islands)
     return _connected(column_grid(config), columns, world, instruments)
@@ -201,11 +201,10 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
 def describe_run(config: Config, links: Links, vocab_size: int, model: GPT) -> list[str]:
     """Lines that describe the world, the backends, the vocabulary and the model."""
     grid, device, padded = links.grid, links.device, model.padded_vocab_size
-    islands = config.diloco.diloco_islands
     context = f"context-parallel size: {grid.context_ranks}, " if grid.context_ranks > 1 else ""
-    nodes = f"{counted(islands * grid.nodes, 'node')} x {counted(grid.ranks_per_node, 'rank')}"
+    nodes = f"{counted(config.diloco.diloco_islands * grid.nodes, 'node')} x {counted(grid.ranks_per_node, 'rank')}"
     lines = [
-        f"using world size: {islands * grid.world_size}, data-parallel size: {sample_groups_of(config, grid)}, {context}"
+        f"using world size: {world_size_of(config, grid)}, data-parallel size: {sample_groups_of(config, grid)}, {context}"
         f"tensor-model-parallel size: {grid.tensor_ranks} ({nodes}), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
         f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
@@ -221,11 +220,12 @@ def describe_run(config: Config, links: Links, vocab_size: int, model: GPT) -> l
 def _about_islands(config: Config) -> str:
     """A line about outer steps; empty without them."""
     diloco = config.diloco
-    if diloco.diloco_sync_period is None:
+    period = diloco.diloco_sync_period
+    if period is None:
         return ""
     order = "all units at once" if diloco.diloco_all_at_once else "units in turns"
     return (
-        f"islands: {diloco.diloco_islands}, joined every {counted(diloco.diloco_sync_period, 'iteration')} ({order}, outer gradients in "
+        f"islands: {diloco.diloco_islands}, joined every {counted(period, 'iteration')} ({order}, outer gradients in "
         f"{diloco.diloco_outer_bits} bits, changes in {diloco.diloco_difference_bits}, outer learning rate {diloco.diloco_outer_lr}, "
         f"momentum {diloco.diloco_outer_momentum}); plain means until iteration {diloco.diloco_start_iteration}"
     )

@@ -75,7 +75,7 @@ def saved_bytes(config: Config, grid: Grid) -> int:
     """
     if config.checkpoint.no_save_optim:
         return _FP32_BYTES
-    if config.diloco.diloco_sync_period is not None:
+    if config.diloco.has_islands:
         return outer_saved_bytes(config) + config.diloco.diloco_islands * inner_saved_bytes(config)
     keeps_copy = choose_policy(config.zero).in_world(grid.ladder).keeps_copy
     return _INNER_BYTES + (element_bytes(config.precision) if keeps_copy else 0)
@@ -116,6 +116,11 @@ def grid_of(config: Config, world_size: int) -> Grid:
     of_partition = partition_ranks(config, ranks_per_node // tensor_ranks)
     island_ranks = world_size // config.diloco.diloco_islands
     return Grid(island_ranks, ranks_per_node, of_partition, tensor_ranks, distributed.context_parallel_size)
+
+
+def world_size_of(config: Config, grid: Grid) -> int:
+    """Ranks of all islands. grid: of one."""
+    return grid.world_size * config.diloco.diloco_islands
 
 
 def sample_groups_of(config: Config, grid: Grid) -> int:

@@ -117,7 +117,7 @@ class StoredRun:
         lines = [f"WARNING: the weights were trained with other rotary positions: {'; '.join(rotation)}"] if rotation else []
         if about_islands := self._about_islands(config):
             lines.append(about_islands)
-        keeps_copies = config.zero.zero_quantized_weight_differences and config.diloco.diloco_sync_period is None
+        keeps_copies = config.zero.zero_quantized_weight_differences and not config.diloco.has_islands
         if self.gives_moments(config) and keeps_copies and not self.gives_copies(config):
             lines.append(
                 "the checkpoint has no copy of the weights for --zero-quantized-weight-differences with these bits in this precision; the "
@@ -127,7 +127,7 @@ class StoredRun:
 
     def _about_islands(self, config: Config) -> str:
         """A line about islands of the checkpoint that do not go on as they are; empty if all do."""
-        there, here = self.manifest.islands, config.diloco.diloco_islands if config.diloco.diloco_sync_period is not None else 0
+        there, here = self.manifest.islands, config.diloco.diloco_islands if config.diloco.has_islands else 0
         if there == here or not self.gives_moments(config):
             return ""
         if there == 0:
@@ -280,6 +280,6 @@ def _with_stored_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
         weight_decay_incr_samples=_incr_samples(weight_decays, config.sample_lengths),
     )
     config = replace(config, optimizer=optimizer)
-    if config.diloco.diloco_sync_period is None or "diloco_start_iteration" in config.given:
+    if not config.diloco.has_islands or "diloco_start_iteration" in config.given:
         return config
     return config.with_values(diloco_start_iteration=warmup_iterations(config, batch_schedule(config.training, config.sample_lengths)))

@@ -51,6 +51,7 @@ class Trainer:
         self._model = model
         self._engine = engine
         self._outer = outer
+        self._outer_bytes = 0 if outer is None else outer.state_bytes()  # which do not change
         self._other_islands = OtherIslands(outer)
         self._writers = writers
         self._progress = progress
@@ -150,11 +151,11 @@ class Trainer:
         _, tensor_ranks, numbers = gathered.shape
         loss_sums, requests = update.report[:: numbers * tensor_ranks], update.report[1::numbers]
         self._same_samples.compare(update.report[2::numbers])
-        lm_loss, outer_bytes = sum(loss_sums) / (microbatches * len(loss_sums)), 0
+        lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
         if self._outer is not None:
             self._outer.step()
-            outer_bytes = self._outer.state_bytes()
-        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, states.device + outer_bytes, update.num_zeros, states.host)
+        on_device = states.device + self._outer_bytes
+        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, on_device, update.num_zeros, states.host)
         return outcome, StopRequest.of_ranks(requests)
 
     def _skip_iteration(self, stop_conditions: StopConditions) -> None:

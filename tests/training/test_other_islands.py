@@ -13,7 +13,7 @@ from megatron_zpp.comm.waits import WATCH_SECONDS, Waits
 from megatron_zpp.monitor.memory import MemoryReading
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.training.metrics import Interval, ReportInputs, StepReadings
-from megatron_zpp.training.other_islands import OtherIslands
+from megatron_zpp.training.other_islands import OtherIslands, of_all_islands
 from megatron_zpp.training.step import StepOutcome
 from megatron_zpp.training.stop_conditions import StopRequest
 
@@ -29,7 +29,7 @@ def inputs_of(loss: float, norm: float, loss_scale: float, zeros: int | None, pa
 
 def test_a_run_without_islands_sees_its_own_numbers_and_requests_at_once() -> None:
     alone, interval, inputs = OtherIslands(None), Interval([1.0]), inputs_of(1.0, 2.0, 3.0, 4, 5.0)
-    assert alone.report(interval, inputs) == (interval, inputs)
+    assert of_all_islands(interval, inputs, None) == (interval, inputs)
     assert alone.requests(StopRequest.SIGNAL, 1) is StopRequest.SIGNAL
 
 
@@ -89,7 +89,7 @@ def test_a_report_is_the_same_on_all_islands_and_has_the_numbers_of_each(counts:
         else:
             own = Interval([6.0], samples=24, seconds=1.0, iterations=3, skipped_iterations=2, nan_iterations=1)
             inputs = inputs_of(5.0, 4.0, 2.0, 13 if counts else None, 7.0 if counts else None)
-        return OtherIslands(member.outer).report(own, inputs)
+        return of_all_islands(own, inputs, member.outer)
 
     found = run_islands(2, 2, program)
     expected = Interval([3.0], samples=24, seconds=1.0, iterations=3, skipped_iterations=2, nan_iterations=1)
@@ -100,7 +100,7 @@ def test_a_report_is_the_same_on_all_islands_and_has_the_numbers_of_each(counts:
 def test_an_interval_without_a_usable_step_has_the_mean_of_the_latest_losses() -> None:
     def program(member: Member) -> float:
         inputs = inputs_of(math.inf if member.outer.island else 1.0, 1.0, 1.0, None, None)
-        interval, reported = OtherIslands(member.outer).report(Interval(iterations=1), replace(inputs))
+        interval, reported = of_all_islands(Interval(iterations=1), replace(inputs), member.outer)
         return interval.mean_loss(reported.latest.outcome)
 
     assert run_islands(2, 1, program) == [math.inf] * 2

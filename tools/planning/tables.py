@@ -11,7 +11,7 @@ from megatron_zpp.training.hardware import GIGABYTE
 from megatron_zpp.training.members import PlannedWorld
 from megatron_zpp.training.memory_need import MemoryNeed
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, COPY, GATHERED, GRADIENTS, KEPT_INPUTS, OPTIMIZER, OTHER, OUTER, PAYLOADS, WEIGHTS
-from megatron_zpp.training.plan_words import mfu, model_in_words, rounded, tokens_per_second, wrapped
+from megatron_zpp.training.plan_words import islands_in_words, mfu, model_in_words, rounded, tokens_per_second, wrapped
 from megatron_zpp.training.run_plan import RunPlan
 from planning.estimates import REASONS, Estimate, Rate, Sizes, choices, fastest, recommended
 
@@ -49,8 +49,7 @@ def _headline(world: PlannedWorld, plan: RunPlan, vocab_size: int, flops_per_sec
     microbatches, training, grid = plan.microbatches, plan.config.training, plan.grid
     groups = [f"; {grid.tensor_ranks} ranks share layers and samples"] * (grid.tensor_ranks > 1)
     groups += [f"; {grid.context_ranks} divide the tokens of a sample"] * (grid.context_ranks > 1)
-    period = plan.config.diloco.diloco_sync_period
-    groups += [f"; {counted(plan.islands, 'island')}, joined every {counted(period, 'iteration')}"] if period is not None else []
+    groups += [f"; {islands_in_words(plan)}"] * plan.config.diloco.has_islands
     return [
         f"Parameters: {model_in_words(plan, vocab_size)}",
         f"World: {counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}{''.join(groups)}",
@@ -213,7 +212,7 @@ def _nothing_fits(rate: Rate) -> str:
     """Says so, with the plan that needs least memory, and what the run could have in addition."""
     least = min(rate.tried, key=lambda estimate: estimate.plan.memory.total)
     config = least.plan.config
-    has_islands = config.diloco.diloco_sync_period is not None
+    has_islands = config.diloco.has_islands
     levers = ["more nodes for each island" if has_islands else "more nodes"]
     levers += ["--checkpoint-activations"] * (config.model.recompute_granularity != "full")
     levers += ["a smaller --micro-batch-size"] * (config.training.micro_batch_size > 1)

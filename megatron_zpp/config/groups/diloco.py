@@ -69,3 +69,8 @@ class DilocoConfig:
         help="All units are exchanged after the same iteration. By default units take turns, so that every iteration sends about as much.",
         needs=needs("diloco_sync_period"),
     )
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether there are islands, which outer steps join; one alone makes them, too."""
+        return self.diloco_sync_period is not None

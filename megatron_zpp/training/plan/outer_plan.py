@@ -100,7 +100,7 @@ class OuterPlan:
 
 def outer_plan(config: Config, padded_vocab_size: int, grid: Grid) -> OuterPlan | None:
     """The outer steps of a resolved configuration; None without --diloco-sync-period. grid: of one island."""
-    if config.diloco.diloco_sync_period is None:
+    if not config.diloco.has_islands:
         return None
     options, islands, prefetch = outer_options(config), config.diloco.diloco_islands, prefetch_of(config.zero)
     codes = options.gradient_code, options.difference_code

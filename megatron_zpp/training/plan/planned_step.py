@@ -174,7 +174,7 @@ def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: 
 
 def _outer_of(config: Config) -> PlannedOuter | None:
     """The outer steps that are planned; None without them."""
-    if config.diloco.diloco_sync_period is None:
+    if not config.diloco.has_islands:
         return None
     # Every unit is due after every step: then the two exchanges under way are once those of the largest units that follow each other.
     return PlannedOuter(replace(outer_options(config), period=1, start_iteration=0), column_grid(config))
