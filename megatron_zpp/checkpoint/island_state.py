@@ -54,11 +54,11 @@ class IslandState(EngineState):
         states = {WEIGHT: ELEMENT_TYPE, OUTER_MOMENTUM: ELEMENT_TYPE, OUTER_COPY: ELEMENT_TYPES[engine.options.dtype]}
         for island in range(outer.islands):
             states |= dict.fromkeys((of_island(state, island) for state in (INNER_WEIGHT, *MOMENTS)), ELEMENT_TYPE)
+        outer.check_open()  # waits for what crosses
         own = json.dumps(optimizer_state(engine))
         islands = [json.loads(text) for text in texts_of_ranks(outer.links.backend, engine.device, own)]
-        return replace(
-            manifest, states=states, run={**manifest.run, "islands": islands}, topology={**manifest.topology, "islands": outer.islands}
-        )
+        run = {**manifest.run, "islands": islands, **({"late_units": outer.late_units} if outer.late_units else {})}
+        return replace(manifest, states=states, run=run, topology={**manifest.topology, "islands": outer.islands})
 
     def fill(self, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
         """An island goes on as the stored one of its number.
@@ -72,7 +72,8 @@ class IslandState(EngineState):
 
     def resume(self, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
         super().resume(reader, with_moments=with_moments, with_copies=with_copies)
-        self._outer.resume(from_inner=not (with_moments and reader.manifest.islands))
+        run, has_outer = reader.manifest.run, with_moments and reader.manifest.islands > 0
+        self._outer.resume(from_inner=not has_outer, late_units=run.get("late_units", ()))
 
     def _stored_island(self, reader: CheckpointReader) -> int | None:
         return self._outer.island if reader.manifest.islands == self._outer.islands else None

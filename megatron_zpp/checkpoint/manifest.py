@@ -225,8 +225,9 @@ def _run_state(found: Members, consumed_samples: int) -> Mapping[str, Any]:
         return found.values
     for key in COUNTS_OF_RUN:
         found.count(key)
-    if "frozen" in found:
-        found.texts("frozen")
+    for key in ("frozen", "late_units"):
+        if key in found:
+            found.texts(key)
     if "ordered_samples" in found:
         found.count("ordered_samples")
     if "readings" in found:

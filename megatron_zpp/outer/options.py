@@ -21,6 +21,8 @@ class OuterOptions:
     rate's warm-up: momentum that has seen a warm-up alone throws the model away.
     gradient_code: in which outer gradients cross. What it loses is lost, so by default it has no bias (two rounds of rotation).
     difference_code: in which changes of the outer weights cross. What it loses is a part of the next change.
+    overlap_steps: 0 or 1. With 1 an exchange is under way during the next inner step, too; then the island adds what the exchange has
+    changed, and keeps that step. At most two units are late so; of more that are due together, the others are waited for.
     is_staggered: whether units take turns, so that every inner step moves about 1/H of the model (arXiv 2501.18512). Otherwise all are due
     in the same step.
     Raises UserError for numbers out of range.
@@ -32,6 +34,7 @@ class OuterOptions:
     start_iteration: int = 0
     gradient_code: Code = Code.gaussian(3, rounds=2)
     difference_code: Code = Code.gaussian(3, rounds=1)
+    overlap_steps: int = 0
     is_staggered: bool = True
 
     def __post_init__(self) -> None:
@@ -43,6 +46,13 @@ class OuterOptions:
             raise UserError(f"the momentum of outer steps is {self.momentum!r}; choose 0 or more, and less than 1")
         if type(self.start_iteration) is not int or self.start_iteration < 0:
             raise UserError(f"the start_iteration of outer steps is {self.start_iteration!r}; choose a number of inner steps, 0 or more")
+        if type(self.overlap_steps) is not int or not 0 <= self.overlap_steps <= 1:
+            raise UserError(f"the overlap_steps of outer steps are {self.overlap_steps!r}; choose 0 or 1")
+        if self.overlap_steps >= self.period:
+            raise UserError(
+                f"the overlap_steps of outer steps are {self.overlap_steps} and the period is {self.period}, so a unit would be due while "
+                f"it is under way; choose a period of {self.overlap_steps + 1} or more"
+            )
         for name in ("gradient_code", "difference_code"):
             if not isinstance(getattr(self, name), Code):
                 raise UserError(f"the {name} of outer steps is {getattr(self, name)!r}; choose a megatron_zpp.Code")

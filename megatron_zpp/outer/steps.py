@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes
 from megatron_zpp.comm.codecs import CastCodec, LinkCodecs
-from megatron_zpp.comm.ledger import Category
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.comm.links import Links
 from megatron_zpp.outer.all_islands import AllIslands
 from megatron_zpp.outer.options import OuterOptions
@@ -45,6 +45,7 @@ class OuterSteps:
         self._codecs = OuterCodecs(self._codecs_of(options.gradient_code), self._codecs_of(options.difference_code))
         self._exact = OuterCodecs(self._codecs_of(EXACT), self._codecs_of(EXACT))
         self._exchanged = engine.iteration  # the number of inner steps at the last exchange
+        self._late: list[int] = []  # the units whose exchange ends after the next inner step, by number
         self.units = [self._make_unit(index) for index in range(len(engine.trained))]
         engine.is_joined = True
 
@@ -83,16 +84,16 @@ class OuterSteps:
     def step(self) -> None:
         """Exchanges the units that are due. Call it after every step of the engine; before the next one a second call does nothing.
 
-        An exchange is under way until its unit is needed: in the next forward, or where weights are saved, loaded or evaluated.
+        An exchange is under way until its unit is needed: in the next forward, or where weights are saved, loaded or evaluated. With
+        `overlap_steps` those of two units are under way until the next call, or the other ends of the list.
         Raises RuntimeError between a backward and the step of the engine that follows.
         """
         self.check_open()
         if self._exchanged == self.engine.iteration:
             return
-        numels = [unit.layout.numel for unit in self.engine.trained]
-        is_due = self.options.is_due(numels, self.engine.iteration)
-        due = [unit for unit, is_due_now in zip(self.units, is_due, strict=True) if unit is not None and is_due_now]
-        self._exchange(due, takes_means=self.options.takes_means(self.engine.iteration))
+        is_due = self.options.is_due([unit.layout.numel for unit in self.engine.trained], self.engine.iteration)
+        due = [index for index, is_due_now in enumerate(is_due) if is_due_now]
+        self.exchange(due, takes_means=self.options.takes_means(self.engine.iteration))
 
     def take_means(self) -> None:
         """Gives every island the mean of the inner weights of all, as at the end of a run: what they have learned since they last agreed.
@@ -100,21 +101,51 @@ class OuterSteps:
         Outer momentum stays as it is. Raises RuntimeError between a backward and the step of the engine that follows.
         """
         self.check_open()
-        self._exchange([unit for unit in self.units if unit is not None], takes_means=True)
+        self.exchange(range(len(self.units)), takes_means=True)
 
-    def _exchange(self, due: Sequence[OuterUnit], *, takes_means: bool) -> None:
-        iteration, engine = self.engine.iteration, self.engine
+    def exchange(self, due: Sequence[int], *, takes_means: bool = False) -> None:
+        """Ends what is late and exchanges these units, by number, whether they are due or not."""
+        self._finish_late()
+        engine, iteration = self.engine, self.engine.iteration
         self._exchanged = iteration
         codecs = self._exact if iteration <= engine.options.full_precision_iterations else self._codecs
-        for index, unit in enumerate(due):
-            if index >= MOST_UNDER_WAY:
-                self._finish(due[index - MOST_UNDER_WAY])
-            unit.begin(codecs, iteration, takes_mean=takes_means)
-        for unit in due[-MOST_UNDER_WAY:]:
-            engine.write_before_use(unit.inner, partial(self._finish, unit))
+        for place, index in enumerate(due):
+            if place >= MOST_UNDER_WAY:
+                self._finish(due[place - MOST_UNDER_WAY])
+            for unit in self._units_at([index]):
+                unit.begin(codecs, iteration, takes_mean=takes_means)
+        last = list(due[-MOST_UNDER_WAY:])
+        if self.options.overlap_steps and not takes_means:
+            self._delay(last)
+        else:
+            for index in last:
+                engine.write_before_use(engine.trained[index], partial(self._finish, index))
 
-    def _finish(self, unit: OuterUnit) -> None:
-        self.engine.links.ledger.book(Category.OUTER, unit.finish())
+    def _delay(self, late: Sequence[int]) -> None:
+        for unit in self._units_at(late):
+            unit.keep_step()
+        self._late = list(late)
+
+    def _finish_late(self) -> None:
+        for index in self._late:
+            self._finish(index)
+        self._late = []
+
+    def _finish(self, index: int) -> None:
+        for unit in self._units_at([index]):
+            self._book(unit.finish())
+
+    def _book(self, traffic: Traffic) -> None:
+        self.engine.links.ledger.book(Category.OUTER, traffic)
+
+    def _units_at(self, indices: Iterable[int]) -> Iterator[OuterUnit]:
+        """The units with these numbers of which this rank has elements."""
+        return filter(None, (self.units[index] for index in indices))
+
+    @property
+    def late_units(self) -> list[str]:
+        """The names of the units whose inner weights wait for the end of the next inner step."""
+        return [self.engine.trained[index].name for index in self._late]
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -141,20 +172,31 @@ class OuterSteps:
                 engine.weights_changed()
 
     def check_open(self) -> None:
-        """Raises RuntimeError within a step of the engine, and if it or this is closed. Then no update and no exchange is left."""
+        """Raises RuntimeError within a step of the engine, and if it or this is closed. Then no update is left, and nothing crosses."""
         if self._is_closed:
             raise RuntimeError("the outer steps are closed")
         self.engine.check_between_steps()
         self.engine.finish_updates()
+        for unit in self._units_at(self._late):
+            self._book(unit.wait())
 
-    def resume(self, *, from_inner: bool) -> None:
+    def resume(self, *, from_inner: bool, late_units: Sequence[str] = ()) -> None:
         """Goes on with weights that were loaded: outer weights, momentum and copies, or the inner weights alone.
 
         from_inner: outer weights are the inner ones, which have the same values on every island, and there is no momentum.
+        late_units: as they were when the weights were saved.
         """
-        self._exchanged = self.engine.iteration
-        for unit in filter(None, self.units if from_inner else ()):
-            unit.start_from_inner()
+        self._exchanged, self._late = self.engine.iteration, []
+        if from_inner:
+            for unit in filter(None, self.units):
+                unit.start_from_inner()
+            return
+        late = [index for index, inner in enumerate(self.engine.trained) if inner.name in late_units]
+        if self.options.overlap_steps:
+            self._delay(late)
+            return
+        for unit in self._units_at(late):
+            unit.write_copy()
 
     def state_bytes(self) -> int:
         """Bytes of outer weights, momentum and copies on this rank."""
@@ -165,6 +207,7 @@ class OuterSteps:
         if self._is_closed:
             return
         self.engine.finish_updates()
+        self._finish_late()
         self._is_closed, self.engine.is_joined = True, False
         if self._on_close is not None:
             self._on_close()

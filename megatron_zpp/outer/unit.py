@@ -9,7 +9,7 @@ With N islands of G ranks, inner weights x and, for one unit and the slice of th
     2  descend       its parts cross as `gradient_code` says; each rank has the mean of its own part over the islands
     3  every rank    b = momentum b + mean;  w = w - rate (mean + momentum b), on its own part
     4  climb         w - c crosses as `difference_code` says; every rank adds all N parts to c
-    5  every rank    x = c
+    5  every rank    x = c, or with a step in between x = c + what x has moved in it
 
 The column of N ranks is a ladder of N partitions of one rank, so both hops are those that gradients and kept copies of weights have
 (comm/links.py, zero/kept_copy.py).
@@ -62,6 +62,7 @@ class OuterUnit:
         self._payloads = cast(Tensor, self.kept.payloads)  # the storage of a copy that is on no full rung
         self.weight, self.momentum = (torch.zeros(layout.slice_numel, device=links.device) for _ in range(2))
         self._hops: list[Hop] = []
+        self._before: Regions | None = None  # x at the begin of an exchange that ends one inner step late
         self.start_from_inner()
 
     def start_from_inner(self) -> None:
@@ -74,12 +75,12 @@ class OuterUnit:
         self.kept.share()
 
     def begin(self, codecs: OuterCodecs, iteration: int, *, takes_mean: bool) -> None:
-        """Submits the hops of an exchange. x must not change until `finish`.
+        """Submits the hops of an exchange. x must not change until `finish`, or the call of `keep_step`.
 
         iteration: random codes are drawn from it. takes_mean: whether w becomes the mean of x over the islands.
         """
         layout, links, name = self.layout, self._links, self.inner.name
-        gradient = Regions.of(torch.zeros(links.partitions * layout.slice_numel, device=links.device), layout.slice_shape)
+        gradient = self._parts_in_fp32()
         for (copy, x), (part, _) in zip(self._pairs(self.kept.values), self._pairs(gradient), strict=True):
             torch.sub(copy, x, out=part)
         place = ("outer", name, self.inner.first_slice, iteration)
@@ -108,14 +109,36 @@ class OuterUnit:
         self.momentum.mul_(momentum).add_(mean)
         self.weight.add_(mean.add(self.momentum, alpha=momentum), alpha=-self._options.outer_rate)
 
-    def finish(self) -> Traffic:
-        """Waits for the exchange and writes x. Returns what the hops have brought."""
+    def keep_step(self) -> None:
+        """Lets x change until `finish`, which then keeps what x has moved since now."""
+        self._before = self._parts_in_fp32()
+        for before, x in self._pairs(self._before):
+            before.copy_(x)
+
+    def wait(self) -> Traffic:
+        """Waits for what crosses, and returns what it has brought. Then c is that after the exchange."""
         for hop in self._hops:
             self._links.lanes.wait(hop)
         traffic = sum((hop.traffic for hop in self._hops), Traffic())
         self._hops = []
-        self.write_copy()
         return traffic
+
+    def finish(self) -> Traffic:
+        """Waits for the exchange and writes x. Returns what the hops have brought."""
+        traffic = self.wait()
+        if self._before is None:
+            self.write_copy()
+        else:
+            self._add_exchange(self._before)
+            self._before = None
+        return traffic
+
+    def _add_exchange(self, before: Regions) -> None:
+        """x = c + what x has moved since it was `before`."""
+        self.inner.finish_climbs()  # which read x
+        for (copy, x), (old, _) in zip(self._pairs(self.kept.values), self._pairs(before), strict=True):
+            x.add_(torch.sub(copy, old))
+        self.inner.replace()
 
     def write_copy(self) -> None:
         """x = c."""
@@ -123,6 +146,11 @@ class OuterUnit:
         for copy, x in self._pairs(self.kept.values):
             x.copy_(copy)
         self.inner.replace()
+
+    def _parts_in_fp32(self) -> Regions:
+        """Zeros for the whole slice, in N parts."""
+        layout, links = self.layout, self._links
+        return Regions.of(torch.zeros(links.partitions * layout.slice_numel, device=links.device), layout.slice_shape)
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors that hold w, b and c."""

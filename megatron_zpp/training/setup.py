@@ -175,6 +175,7 @@ def outer_options(config: Config) -> OuterOptions:
         diloco.diloco_start_iteration or 0,
         _outer_code(diloco.diloco_outer_bits, rounds=2),
         _outer_code(diloco.diloco_difference_bits, rounds=1),
+        diloco.diloco_overlap_steps,
         is_staggered=not diloco.diloco_all_at_once,
     )
 
@@ -223,9 +224,10 @@ def _about_islands(config: Config) -> str:
     period = diloco.diloco_sync_period
     if period is None:
         return ""
+    late = ", kept under way for 1 iteration" if diloco.diloco_overlap_steps else ""
     order = "all units at once" if diloco.diloco_all_at_once else "units in turns"
     return (
         f"islands: {diloco.diloco_islands}, joined every {counted(period, 'iteration')} ({order}, outer gradients in "
         f"{diloco.diloco_outer_bits} bits, changes in {diloco.diloco_difference_bits}, outer learning rate {diloco.diloco_outer_lr}, "
-        f"momentum {diloco.diloco_outer_momentum}); plain means until iteration {diloco.diloco_start_iteration}"
+        f"momentum {diloco.diloco_outer_momentum}{late}); plain means until iteration {diloco.diloco_start_iteration}"
     )

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.virtual
 STOP, END = 6, 11  # no exchange is due at the stop for some of the units
 ITERATION = f"iter_{STOP:07d}"
 OPTIONS = OuterOptions(4)
+LATE = OuterOptions(3, overlap_steps=1)  # the first two units are late at the stop
 BF16 = EngineOptions(POLICIES[3], dtype=torch.bfloat16)
 
 
@@ -53,12 +54,15 @@ def moments(member: Member) -> Tensor:
 
 def state(member: Member) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inner weights, moments, outer weights and momentum of this rank's part, and the copies."""
+    member.outer.check_open()  # waits for what crosses
     own = [unit for unit in member.outer.units if unit is not None]
     parts = torch.cat([torch.cat([unit.weight, unit.momentum]) for unit in own])
     return member.weights(), moments(member), parts, outer_row(member)
 
 
-def saved(folder: Path, islands: int, ranks: int, engine_options: EngineOptions = BF16) -> list[tuple[Tensor, ...]]:
+def saved(
+    folder: Path, islands: int, ranks: int, engine_options: EngineOptions = BF16, options: OuterOptions = OPTIONS
+) -> list[tuple[Tensor, ...]]:
     """What ranks have when they save."""
 
     def program(member: Member) -> tuple[Tensor, ...]:
@@ -66,7 +70,7 @@ def saved(folder: Path, islands: int, ranks: int, engine_options: EngineOptions 
         save(member.engine, folder, outer=member.outer)
         return state(member)
 
-    return run_islands(islands, ranks, program, engine_options, OPTIONS)
+    return run_islands(islands, ranks, program, engine_options, options)
 
 
 def loaded(folder: Path, islands: int, ranks: int, engine_options: EngineOptions = BF16) -> list[tuple[Tensor, ...]]:
@@ -77,8 +81,12 @@ def loaded(folder: Path, islands: int, ranks: int, engine_options: EngineOptions
     return run_islands(islands, ranks, program, engine_options, OPTIONS)
 
 
-@pytest.mark.parametrize("stages", [(3, 3), (1, 3), (3, 2)], ids=str)
-def test_a_run_that_resumes_with_the_same_islands_has_the_bits_of_one_that_does_not_stop(stages: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "options"), [((3, 3), OPTIONS), ((1, 3), OPTIONS), ((3, 2), OPTIONS), ((3, 3), LATE), ((3, 1), LATE)], ids=str
+)
+def test_a_run_that_resumes_with_the_same_islands_has_the_bits_of_one_that_does_not_stop(
+    stages: tuple[int, int], options: OuterOptions, tmp_path: Path
+) -> None:
     first, second = (EngineOptions(POLICIES[stage], dtype=torch.bfloat16) for stage in stages)
 
     def unbroken(member: Member) -> tuple[list[float], tuple[Tensor, ...]]:
@@ -88,14 +96,15 @@ def test_a_run_that_resumes_with_the_same_islands_has_the_bits_of_one_that_does_
         assert load(member.engine, tmp_path, outer=member.outer).step == STOP
         return steps(member, STOP, END), state(member)
 
-    expected = run_islands(2, 2, unbroken, second, OPTIONS)
-    saved(tmp_path, 2, 2, first)
-    for (losses, own), (expected_losses, other) in zip(run_islands(2, 2, resumed, second, OPTIONS), expected, strict=True):
+    expected = run_islands(2, 2, unbroken, second, options)
+    saved(tmp_path, 2, 2, first, options)
+    for (losses, own), (expected_losses, other) in zip(run_islands(2, 2, resumed, second, options), expected, strict=True):
         assert losses == expected_losses
         assert all(map(torch.equal, own, other))
 
 
-def test_a_save_changes_no_bit_of_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [OPTIONS, LATE], ids=["in time", "late"])
+def test_a_save_changes_no_bit_of_a_run(options: OuterOptions, tmp_path: Path) -> None:
     def program(member: Member, *, saves: bool) -> tuple[list[float], tuple[Tensor, ...]]:
         losses = []
         for step in range(7):
@@ -104,10 +113,22 @@ def test_a_save_changes_no_bit_of_a_run(tmp_path: Path) -> None:
                 save(member.engine, tmp_path, outer=member.outer, keep_last=1)
         return losses, state(member)
 
-    plain, with_saves = (run_islands(2, 2, partial(program, saves=saves), BF16, OPTIONS) for saves in (False, True))
+    plain, with_saves = (run_islands(2, 2, partial(program, saves=saves), BF16, options) for saves in (False, True))
     for (losses, own), (expected_losses, other) in zip(with_saves, plain, strict=True):
         assert losses == expected_losses
         assert all(map(torch.equal, own, other))
+
+
+def test_a_run_whose_exchanges_are_in_time_ends_those_that_were_late_at_the_save(tmp_path: Path) -> None:
+    def program(member: Member) -> list[bool]:
+        load(member.engine, tmp_path, outer=member.outer)
+        return [all(torch.equal(x, copy.float()) for copy, x in unit._pairs(unit.kept.values)) for unit in member.outer.units if unit]
+
+    saved(tmp_path, 2, 1, BF16, LATE)
+    with CheckpointReader(tmp_path / ITERATION) as reader:
+        assert reader.manifest.run["late_units"] == UNITS[:2]
+    assert run_islands(2, 1, program, BF16, OPTIONS) == [[True, True, False, False]] * 2
+    assert run_islands(2, 1, program, BF16, LATE) == [[False] * len(UNITS)] * 2
 
 
 def test_every_state_is_stored_once_and_the_weight_is_the_outer_one(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ def test_every_node_is_an_island_and_outer_steps_begin_after_the_warmup(flags: s
             "what a rank updates; choose --zero-stage 1, 2 or 3.",
         ),
         (
+            "--diloco-sync-period 1 --diloco-overlap-steps 1",
+            "--diloco-overlap-steps 1 with --diloco-sync-period 1: a unit would be due while it is under way; choose --diloco-sync-period "
+            "2 or more, or leave --diloco-overlap-steps out.",
+        ),
+        (
             "--diloco-sync-period 8 --optimizer-cpu-offload",
             "--optimizer-cpu-offload keeps main weights on the host, and --diloco-sync-period writes them on the device; leave one of them "
             "out.",

@@ -15,6 +15,8 @@ import pytest
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, entry, entry_in, losses, pretrain, validation_losses
 
+from megatron_zpp.checkpoint.manifest import read_manifest
+
 SAVED_AT, END, PERIOD = 5, 10, 4
 ISLANDS = f"--diloco-sync-period {PERIOD} --quantization-block-size 256"
 EXACT = "--diloco-outer-bits 16 --diloco-difference-bits 16"
@@ -71,6 +73,17 @@ def test_the_next_losses_are_those_of_the_unbroken_run(ranks: RankPool, tmp_path
     assert [loss for loss, _ in losses(found)] == [loss for loss, _ in expected]
     assert [norm for _, norm in losses(found)] == pytest.approx([norm for _, norm in expected], rel=0 if "3" in stage else 1e-7)
     assert validation_losses(found) == validation_losses(records)[1:]
+
+
+def test_exchanges_that_are_late_at_a_save_or_an_evaluation_end_as_without_them(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"{COMMON} {ISLANDS} --diloco-overlap-steps 1 --zero-stage 3"
+    saving = f"{EVALUATING} --save {tmp_path / 'saved'} --save-interval {SAVED_AT}"
+    records = pretrain(ranks, 2, 2, f"{flags} {saving}", tmp_path / "run.jsonl")
+    late = [read_manifest(tmp_path / "saved" / f"iter_{step:07d}").run.get("late_units", []) for step in (SAVED_AT, END)]
+    assert late[0] and not late[1]
+    found = pretrain(ranks, 2, 2, f"{flags} {EVALUATING} --load {tmp_path / 'saved'} --ckpt-step {SAVED_AT}", tmp_path / "resumed.jsonl")
+    assert losses(found) == losses(records)[SAVED_AT:] and validation_losses(found) == validation_losses(records)[1:]
+    assert losses(pretrain(ranks, 2, 2, flags, tmp_path / "plain.jsonl")) == losses(records)
 
 
 def entry_on_a_node(folder: str, flags: str, log: str) -> tuple[int, str]:

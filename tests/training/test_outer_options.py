@@ -26,6 +26,7 @@ MODEL = "--num-layers 1 --hidden-size 64 --num-attention-heads 8 --seq-length 64
             "--diloco-sync-period 16 --diloco-outer-bits 4 --diloco-difference-bits 1",
             OuterOptions(gradient_code=Code.gaussian(4, rounds=2), difference_code=Code.gaussian(1, rounds=1)),
         ),
+        ("--diloco-sync-period 16 --diloco-overlap-steps 1", OuterOptions(overlap_steps=1)),
         ("--diloco-sync-period 16 --diloco-outer-bits 16", OuterOptions(gradient_code=EXACT)),
     ],
 )

@@ -70,6 +70,15 @@ class DilocoConfig:
         needs=needs("diloco_sync_period"),
     )
 
+    diloco_overlap_steps: int = flag(
+        0,
+        help="1: an exchange is under way during the next iteration, too, and the island keeps what it learns in it. For links with a long "
+        "round trip, or slow for a unit.",
+        unit="iterations",
+        allowed=(0, 1),
+        needs=needs("diloco_sync_period"),
+    )
+
     @property
     def has_islands(self) -> bool:
         """Whether there are islands, which outer steps join; one alone makes them, too."""

@@ -42,6 +42,11 @@ class OuterPlan:
         return tuple(tuple(unit for unit, is_due in enumerate(step) if is_due) for step in steps if any(step))
 
     @property
+    def most_late(self) -> tuple[int, ...]:
+        """Of the units that are due together, the last ones, which an overlap keeps under way; those with the most elements."""
+        return max((units[-MOST_UNDER_WAY:] for units in self.due), key=lambda late: sum(self.numels[unit] for unit in late))
+
+    @property
     def average_bytes(self) -> float:
         """Bytes that enter a node from other islands, per iteration."""
         return sum(self.node_bytes) / self.options.period
@@ -61,9 +66,10 @@ class OuterPlan:
           computation waits. The last ones hide behind the forward of the units before theirs, until their unit climbs, `ahead` of its use.
         - Forward is a third of the computation of one micro-batch, and a unit's share of it that of its elements. The look-up of the first
           unit takes no time.
+        - With an overlap the last ones hide behind the whole next step.
         - The codes take no time, and a step of islands of several nodes sends nothing over their link meanwhile.
         """
-        exposed = sum(self._exposed(units, step.computing / microbatches / 3, machine) for units in self.due)
+        exposed = sum(self._exposed(units, step, step.computing / microbatches / 3, machine) for units in self.due)
         period, exchanges = self.options.period, len(self.numels)
         return replace(
             step,
@@ -72,7 +78,7 @@ class OuterPlan:
             latency=step.latency + exchanges * self._latency(machine) / period,
         )
 
-    def _exposed(self, units: Sequence[int], forward_seconds: float, machine: Machine) -> float:
+    def _exposed(self, units: Sequence[int], step: StepTime, forward_seconds: float, machine: Machine) -> float:
         """Seconds for which computation waits for exchanges of units that are due together."""
         if self.islands == 1:
             return 0.0
@@ -85,7 +91,8 @@ class OuterPlan:
             return ends[-1]
         waited = max(ends[:-MOST_UNDER_WAY], default=0.0)
         for unit, end in list(zip(units, ends, strict=True))[-MOST_UNDER_WAY:]:
-            waited = max(waited, end - self._share_before(unit) * forward_seconds)
+            hidden = step.seconds if self.options.overlap_steps else self._share_before(unit) * forward_seconds
+            waited = max(waited, end - hidden)
         return waited
 
     def _latency(self, machine: Machine) -> float:

@@ -7,7 +7,7 @@ the step come from these two runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -29,11 +29,12 @@ from megatron_zpp.training.plan.clock import RECORDED_MICROBATCHES
 from megatron_zpp.training.plan.kinds import ACTIVATIONS, KEPT_INPUTS
 from megatron_zpp.training.plan.live_memory import LiveMemory, Workspace
 from megatron_zpp.training.plan.model_record import Event, ModelRecord, record_model
+from megatron_zpp.training.plan.outer_plan import outer_plan
 from megatron_zpp.training.plan.program import Booked, Compute, Cross, Item, Segment, Submit
 from megatron_zpp.training.plan.recorder import META, NoLanes, PlannedStaging, RecordedStreams, Recorder, recorded_links
 from megatron_zpp.training.plan.repeats import Repeat, without_repeats
 from megatron_zpp.training.plan.step_record import EngineRun, PlannedOuter, StepRecord
-from megatron_zpp.training.setup import build_model, engine_options, outer_options, working_dtype
+from megatron_zpp.training.setup import build_model, engine_options, working_dtype
 from megatron_zpp.training.sharding import column_grid, prefetch_of, sample_groups_of
 from megatron_zpp.training.step import microbatch_loss
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -156,6 +157,7 @@ class PlannedStep:
 def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: bool) -> PlannedStep:
     """The step of a resolved configuration. grid: of the world, or of one island."""
     small, repeats = without_repeats(config.model, prefetch_of(config.zero))
+    outer = _outer_of(config, padded_vocab_size, grid, left_out=config.model.num_layers - small.num_layers)
     # Kernels of Apex run on values alone, and it need not be installed here. Those of torch keep and make the same.
     config = replace(config, model=small).with_values(compile=False, norm_backend="torch", optimizer_backend="torch")
     training, workspace = config.training, Workspace(is_on_gpu, config.training.deterministic_mode)
@@ -168,16 +170,27 @@ def plan_step(config: Config, grid: Grid, padded_vocab_size: int, *, is_on_gpu: 
     options = engine_options(config, _SILENT)
     options = replace(options, full_precision_iterations=min(1, options.full_precision_iterations))
     spans = tuple(repeat.uses for repeat in repeats)
-    engine = _played(job, evaluation, options, grid, spans, min(microbatches, RECORDED_MICROBATCHES), _outer_of(config))
+    engine = _played(job, evaluation, options, grid, spans, min(microbatches, RECORDED_MICROBATCHES), outer)
     return PlannedStep(_recorded(job), engine, repeats, microbatches, len(recomputed_chunks(small)))
 
 
-def _outer_of(config: Config) -> PlannedOuter | None:
-    """The outer steps that are planned; None without them."""
-    if not config.diloco.has_islands:
+def _outer_of(config: Config, padded_vocab_size: int, grid: Grid, left_out: int) -> PlannedOuter | None:
+    """The outer steps that are planned, in a model from which so many layers are left out; None without outer steps."""
+    plan = outer_plan(config, padded_vocab_size, grid)
+    if plan is None:
         return None
-    # Every unit is due after every step: then the two exchanges under way are once those of the largest units that follow each other.
-    return PlannedOuter(replace(outer_options(config), period=1, start_iteration=0), column_grid(config))
+    units = len(plan.numels)
+    # All, one after the other: then the two exchanges under way are once those of the largest units that follow each other.
+    of_all = range(units - left_out)
+    due = _where_layers_are_left_out(plan.most_late, units, left_out) if plan.options.overlap_steps else of_all
+    return PlannedOuter(plan.options, column_grid(config), tuple(due))
+
+
+def _where_layers_are_left_out(late: Sequence[int], units: int, left_out: int) -> Sequence[int]:
+    """Units that follow each other, by number, where some of the layers are left out: at the same end of the model, or between."""
+    if late[0] == 0 or not left_out:
+        return late
+    return [unit - left_out for unit in late] if late[-1] == units - 1 else range(1, 1 + len(late))
 
 
 @dataclass(frozen=True)

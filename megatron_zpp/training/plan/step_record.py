@@ -80,10 +80,11 @@ class StepRecord:
 
 
 class PlannedOuter(NamedTuple):
-    """Outer steps beside the engine. grid: of the ranks that have the same place on each island."""
+    """Outer steps beside the engine. grid: of the ranks that have the same place on each island. due: the units exchanged, by number."""
 
     options: OuterOptions
     grid: Grid
+    due: tuple[int, ...]
 
 
 class _SegmentObserver(Observer):
@@ -163,8 +164,8 @@ class EngineRun:
                 live.name((tensor for unit in filter(None, self._outer.units) for tensor in unit.live_tensors()), OUTER)
             self._peaks.clear()  # a unit has no storage of its own when the next one is made; until now they were counted together
             self._step(engine, model, 1)
-            if self._outer is not None and self._options.full_precision_iterations > 0:
-                self._exchange(engine, model, self._outer)  # in the largest payloads
+            if self._options.full_precision_iterations > 0:
+                self._exchange(engine, model)  # in the largest payloads
             if isinstance(lanes, RecordedThreadLanes):  # in a long run each link is the slowest at some time
                 for directions in ({Direction.CLIMB}, {Direction.DESCEND}, {Direction.CLIMB, Direction.DESCEND}):
                     lanes.fast_at_first = directions
@@ -173,8 +174,7 @@ class EngineRun:
             observer.segments.clear()
             self._step(engine, model, microbatches)
             segments = list(observer.segments)
-            if self._outer is not None:
-                self._exchange(engine, model, self._outer)
+            self._exchange(engine, model)
             self._evaluate(model)
             recorder.items = []
             if self._outer is not None:
@@ -195,11 +195,12 @@ class EngineRun:
         staging.live = self._live
         return recorded_links(grid, recorder, lanes, streams, staging)
 
-    def _exchange(self, engine: ZeroEngine, model: HollowModel, outer: OuterSteps) -> None:
-        """An outer step, and a step in whose forward its exchanges end."""
-        self._observer.begin("outer step")
-        outer.step()
-        self._step(engine, model, 1)
+    def _exchange(self, engine: ZeroEngine, model: HollowModel) -> None:
+        """An outer step, and a step in whose forward its exchanges end, or after which."""
+        if self._outer is not None and self._planned_outer is not None:
+            self._observer.begin("outer step")
+            self._outer.exchange(self._planned_outer.due)
+            self._step(engine, model, 1)
 
     def _step(self, engine: ZeroEngine, model: HollowModel, microbatches: int) -> None:
         observer = self._observer

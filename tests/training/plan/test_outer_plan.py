@@ -60,7 +60,7 @@ def into_nodes(run: IslandFlags) -> list[list[int]]:
             rank.session.step(step)
             before = ledger.total(Category.OUTER)
             rank.outer.step()
-            rank.engine.finish_updates()  # until then an exchange is under way
+            rank.outer.check_open()  # until then an exchange is under way
             moved.append((ledger.total(Category.OUTER) - before).inter_bytes)
         return moved
 
@@ -84,6 +84,8 @@ BITS_16 = "--diloco-outer-bits 16 --diloco-difference-bits 16"
         run_of("--zero-stage 3 --hidden-size 32 --num-layers 1", nodes=2, ranks_per_node=3, period=2),  # slices that are all padding
         run_of("--zero-stage 0", nodes=3, ranks_per_node=1, period=1),
         run_of(nodes=1),  # one island, and nothing crosses
+        run_of(outer="--diloco-overlap-steps 1"),
+        run_of(outer="--diloco-overlap-steps 1 --diloco-all-at-once"),
     ],
     ids=lambda run: f"{run.nodes}x{run.ranks_per_node} {run.flags.split('--bf16')[1]} {run.outer}",
 )
@@ -122,6 +124,9 @@ def test_without_outer_steps_there_is_no_plan_of_them() -> None:
         run_of("--zero-stage 3 --num-layers 9 --recompute-granularity full", BITS_16, period=1),
         run_of("--zeropp lean --num-layers 8", period=1),
         run_of(nodes=1, period=1),
+        run_of("--zero-stage 3 --num-layers 8", "--diloco-overlap-steps 1", period=2),
+        run_of("--zero-stage 1 --num-layers 8", "--diloco-overlap-steps 1", nodes=4, ranks_per_node=1, period=2),
+        run_of("--zero-stage 3 --num-layers 8", "--diloco-overlap-steps 1 --diloco-all-at-once", period=2),
     ],
     ids=lambda run: f"{run.nodes}x{run.ranks_per_node} {run.flags.split('--bf16')[1]}",
 )
@@ -193,6 +198,14 @@ def test_units_in_turns_wait_for_their_own_exchange_alone_beyond_the_forward_bef
     assert added(IN_TURNS, machine()) == 10 + 10 + 0 + 0  # the look-up of the first unit takes no time
     assert added(replace(IN_TURNS, embeds_twice=True), machine()) == 10 + 10 + 2.5 + 0
     assert added(IN_TURNS, machine(seconds_per_collective=1.0)) == 12 + 12 + 2 + 0
+
+
+def test_late_exchanges_hide_behind_the_whole_next_step() -> None:
+    late, late_at_once = (replace(plan, options=replace(plan.options, overlap_steps=1)) for plan in (IN_TURNS, FOUR))
+    assert added(late, machine(seconds_per_collective=1.0)) == 0
+    assert added(late, machine(seconds_per_collective=50.0)) == 4 * (10 + 100 - 100)
+    assert added(late_at_once, machine()) == 20  # until the first two have ended
+    assert added(late, machine(overlap=Overlap.NONE)) == 40
 
 
 def test_every_exchange_takes_the_latency_of_the_rounds_of_a_gather_and_of_an_exchange() -> None:
