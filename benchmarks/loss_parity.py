@@ -16,11 +16,8 @@ outcome is stored at once and not computed again; the table, the picture and the
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,13 +26,12 @@ from benchmarks.loss_study.gaps import gaps_of
 from benchmarks.loss_study.record import Record
 from benchmarks.loss_study.report import draw, table
 from benchmarks.loss_study.settings import GROUPS, plain_of
-from benchmarks.loss_study.text import Text, stored_text
+from benchmarks.loss_study.text import Text, library_text
 from benchmarks.loss_study.training import HELD_OUT_SAMPLES, MODELS, SEQ_LENGTH, common_flags, trained
-from benchmarks.report import ROOT, machine_text, origin
+from benchmarks.report import machine_text, origin
 from megatron_zpp.ops import extension
 
 MISTAKE_EXIT_CODE = 2
-MOST_MEGABYTES = 1000  # more than the standard library has
 QUANTIZED = [group for group in GROUPS if group != "islands"]  # islands have a model of their own
 OUTPUTS = {
     "narrow": "benchmarks/results/loss_parity.json",
@@ -58,7 +54,7 @@ def _run(args: argparse.Namespace, arguments: list[str]) -> int:
     extension.load()
     made = origin("loss_parity", arguments)
     print(f"{extension.report()} {machine_text(made)}", flush=True)
-    text = _text(Path(args.work_dir))
+    text = Text(library_text(Path(args.work_dir)).read_bytes(), SEQ_LENGTH, HELD_OUT_SAMPLES)
     output = Path(args.output or OUTPUTS[args.model]).resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     flags = common_flags(args.train_iters, args.model)
@@ -77,21 +73,6 @@ def _run(args: argparse.Namespace, arguments: list[str]) -> int:
     print(table(gaps))
     draw(gaps, output.with_suffix(".png"))
     return 0
-
-
-def _text(work_dir: Path) -> Text:
-    return Text(stored_text(work_dir / "text.bin", _sources()), SEQ_LENGTH, HELD_OUT_SAMPLES)
-
-
-def _sources() -> Iterator[str]:
-    """Every source file of the standard library."""
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = Path(folder) / "corpus.jsonl"
-        words = [str(ROOT / "tools" / "collect_corpus.py"), "--output", str(corpus), "--max-megabytes", str(MOST_MEGABYTES)]
-        subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
-        with open(corpus, encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)["text"]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.report import ROOT
+
 VOCABULARY = 256
 SEPARATOR = b"\0"
+MOST_MEGABYTES = 1000  # more than the standard library has
 
 
 class Text:
@@ -43,9 +50,20 @@ class Text:
         return self._held_out[:-1].view(-1, self._length), self._held_out[1:].view(-1, self._length)
 
 
-def stored_text(path: Path, documents: Iterable[str]) -> bytes:
-    """The content of the file at `path`; makes it from `documents` if it is missing."""
+def library_text(work_dir: Path) -> Path:
+    """A file in `work_dir` with every source file of this Python's standard library; makes it if it is missing."""
+    path = work_dir / "text.bin"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(SEPARATOR.join(document.encode() for document in documents))
-    return path.read_bytes()
+        path.write_bytes(SEPARATOR.join(document.encode() for document in _sources()))
+    return path
+
+
+def _sources() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus.jsonl"
+        words = [str(ROOT / "tools" / "collect_corpus.py"), "--output", str(corpus), "--max-megabytes", str(MOST_MEGABYTES)]
+        subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+        with open(corpus, encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)["text"]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.slow_links.batches import microbatches, same_batches
 from benchmarks.slow_links.configurations import DEEPSPEED_HPZ, DEEPSPEED_KEPT
 from benchmarks.slow_links.fsdp2 import fused_adamw
-from benchmarks.slow_links.ours import microbatches, same_batch
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
@@ -96,7 +96,7 @@ class DeepSpeedTraining:
             dist_init_required=None,
         )[0]
         self._device = world.device
-        self._batches = same_batch(config, launch.rank)
+        self._batches = same_batches(config, [launch.rank])
         self._microbatches = microbatches(config, launch.world_size)
 
     def step(self) -> float:

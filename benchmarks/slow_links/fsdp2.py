@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.slow_links.ours import microbatches, same_batch
+from benchmarks.slow_links.batches import Batches, microbatches, same_batches
+from benchmarks.slow_links.ours import LearningRates, mean_loss
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import OptimizerConfig
@@ -25,7 +26,7 @@ class Fsdp2Training:
     Gradients are reduced in every micro-batch, as in ZeRO-3.
     """
 
-    def __init__(self, flags: Sequence[str], launch: Launch, world: World) -> None:
+    def __init__(self, flags: Sequence[str], launch: Launch, world: World, batches: Batches = same_batches) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # imports the compiler
 
         config = resolve(parse_flags(flags), launch.world_size, launch.local_world_size)
@@ -40,8 +41,9 @@ class Fsdp2Training:
         self._device = world.device
         self._optimizer = fused_adamw(model, config.optimizer)
         self._clip_grad = config.optimizer.clip_grad
-        self._batches = same_batch(config, launch.rank)
+        self._batches = batches(config, [launch.rank])
         self._microbatches = microbatches(config, launch.world_size)
+        self._rates = LearningRates(config)
 
     def step(self) -> float:
         """The loss of one training step."""
@@ -53,6 +55,9 @@ class Fsdp2Training:
             loss = losses.mean()
             (loss / self._microbatches).backward()
             total += loss.detach().double().cpu() / self._microbatches
+        rate = self._rates.next()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -61,6 +66,10 @@ class Fsdp2Training:
 
     def drain(self) -> None:
         """Does nothing: after a step FSDP2 has no collective under way."""
+
+    def mean_loss(self, tokens: Tensor, labels: Tensor) -> float:
+        """The mean loss of samples [samples, length]. Every rank needs as many."""
+        return mean_loss(self._model, tokens, labels)
 
     def node_bytes(self) -> dict[str, int]:
         """Empty: FSDP2 does not count bytes."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.slow_links.configurations import Workload
@@ -59,10 +61,28 @@ class Session:
         try:
             self.machine = self.ranks.start(COLLECTIVE_SECONDS)
             for name in names:
-                self.ranks.ask_all(COLLECTIVE_SECONDS, ask="build", name=name, flags=workload.flags(name))
+                self.build(name, workload.flags(name))
         except BaseException:
             self.close()
             raise
+
+    def build(self, name: str, flags: Sequence[str]) -> None:
+        """Builds a configuration, which trains on random tokens and is ready to run at full speed."""
+        self.ranks.ask_all(COLLECTIVE_SECONDS, ask="build", name=name, flags=list(flags))
+
+    def build_on_text(self, name: str, flags: Sequence[str], text: Path, held_out: int) -> None:
+        """Builds a configuration that trains on a text from its first step on. held_out: samples at its end that `evaluate` reads."""
+        length = self._workload.model_config.seq_length
+        self.ranks.ask_all(
+            COLLECTIVE_SECONDS, ask="build_on_text", name=name, flags=list(flags), path=str(text), seq_length=length, held_out=held_out
+        )
+
+    def evaluate(self, name: str) -> float:
+        """The mean loss of the held-out samples."""
+        return statistics.mean(answer["loss"] for answer in self.ranks.ask_all(COLLECTIVE_SECONDS, ask="evaluate", name=name))
+
+    def drop(self, name: str) -> None:
+        self.ranks.ask_all(COLLECTIVE_SECONDS, ask="drop", name=name)
 
     def check_nodes_keep_to_themselves(self) -> int:
         """Bytes that a collective inside each node put on the node's link. Raises RuntimeError if they are more than 1 % of it."""
@@ -87,13 +107,13 @@ class Session:
         received, sent = self.ranks.ask(questions, MOST_SECONDS_PER_STEP)
         return 8 * nbytes / (received["end"] - sent["start"])
 
-    def run(self, name: str, seconds: float, *, is_profiled: bool = False) -> Measured:
-        """Runs one step that is not measured, then as many as take about `seconds`."""
-        first = self._run(name, 1, is_profiled=False)
+    def run(self, name: str, seconds: float, *, is_profiled: bool = False, multiple: int = 1) -> Measured:
+        """Runs one step that is not measured, then a multiple of `multiple` that takes about `seconds`."""
+        first = self.run_steps(name, 1)
         steps = min(MOST_STEPS, max(FEWEST_STEPS, round(seconds / max(first.seconds, 1e-3))))
-        return self._run(name, steps, is_profiled=is_profiled)
+        return self.run_steps(name, math.ceil(steps / multiple) * multiple, is_profiled=is_profiled)
 
-    def _run(self, name: str, steps: int, *, is_profiled: bool) -> Measured:
+    def run_steps(self, name: str, steps: int, *, is_profiled: bool = False) -> Measured:
         before = self._received()
         limit = MOST_SECONDS_PER_STEP * steps
         answers = self.ranks.ask_all(limit, ask="run", name=name, steps=steps, is_profiled=is_profiled)

@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from benchmarks.loss_study.text import Text
+from benchmarks.slow_links.batches import text_batches
 from benchmarks.slow_links.configurations import DEEPSPEEDS, FSDP2
 from benchmarks.slow_links.deepspeed_zero3 import DeepSpeedTraining, installed_version, load
 from benchmarks.slow_links.fsdp2 import Fsdp2Training
-from benchmarks.slow_links.ours import OurTraining, Training
+from benchmarks.slow_links.ours import Learner, OurTraining, Training
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.parallel.initialize import World, choose_device
 from megatron_zpp.parallel.launch import read_launch
@@ -42,6 +45,8 @@ class Rank:
         self._launch = launch
         self._world = World(launch, choose_device(launch, os.environ.get("SLOW_LINKS_BACKEND")), timeout)
         self._trainings: dict[str, Training] = {}
+        self._learners: dict[str, Learner] = {}
+        self._held_out: list[Tensor] = []
         ranks_per_node = launch.local_world_size or 1
         nodes = [dist.new_group(range(first, first + ranks_per_node)) for first in range(0, launch.world_size, ranks_per_node)]
         self._own_node = nodes[launch.rank // ranks_per_node]
@@ -56,7 +61,7 @@ class Rank:
         return {}
 
     def build(self, name: str, flags: list[str]) -> dict[str, Any]:
-        """Builds a configuration and runs the steps in which it may still learn its own order."""
+        """Builds a configuration that trains on random tokens, and runs the steps in which it may still learn its own order."""
         peers: dict[str, Callable[..., Training]] = {FSDP2: Fsdp2Training}
         peers |= {peer: partial(DeepSpeedTraining, peer) for peer in DEEPSPEEDS}
         training = peers.get(name, OurTraining)(flags, self._launch, self._world)
@@ -65,6 +70,25 @@ class Rank:
             training.step()
         training.drain()
         return {"resident_bytes": _resident_bytes()}
+
+    def build_on_text(self, name: str, flags: list[str], path: str, seq_length: int, held_out: int) -> dict[str, Any]:
+        """Builds a configuration, ours or FSDP2's, that trains on the text at `path` from its first step on."""
+        text = Text(Path(path).read_bytes(), seq_length, held_out)
+        kind = Fsdp2Training if name == FSDP2 else OurTraining
+        training = kind(flags, self._launch, self._world, partial(text_batches, text, self._launch.world_size))
+        self._trainings[name] = self._learners[name] = training
+        self._held_out = [part.chunk(self._launch.world_size)[self._launch.rank] for part in text.held_out()]
+        return {}
+
+    def evaluate(self, name: str) -> dict[str, Any]:
+        """The mean loss of this rank's part of the held-out samples; parts are equal."""
+        return {"loss": self._learners[name].mean_loss(*self._held_out)}
+
+    def drop(self, name: str) -> dict[str, Any]:
+        """Frees a configuration."""
+        self._trainings.pop(name).close()
+        self._learners.pop(name, None)
+        return {}
 
     def run(self, name: str, steps: int, is_profiled: bool = False) -> dict[str, Any]:
         """Seconds until `steps` steps and all their hops have ended, and the bytes that the ledger booked for them."""

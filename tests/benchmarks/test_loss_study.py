@@ -205,6 +205,13 @@ def test_outcomes_are_kept_and_those_of_other_flags_refused(tmp_path: Path) -> N
         Record(path, {"flags": "b"}, made("third"))
 
 
+def folder_with_text(folder: Path) -> Path:
+    """A work folder that holds a text, so that the program makes none."""
+    samples = 10 * training.HELD_OUT_SAMPLES + 1
+    (folder / "text.bin").write_bytes(bytes(range(256)) * (samples * training.SEQ_LENGTH // 256 + 1))
+    return folder
+
+
 def test_the_program_trains_seed_by_seed_what_is_missing_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runs: list[tuple[int, str]] = []
 
@@ -213,9 +220,8 @@ def test_the_program_trains_seed_by_seed_what_is_missing_and_nothing_else(monkey
         runs.append((seed, setting.name))
         return outcome(setting.name, seed, 2.0)
 
-    monkeypatch.setattr(loss_parity, "_text", lambda work_dir: TEXT)
     monkeypatch.setattr(loss_parity, "trained", recorded)
-    words = ["--output", str(tmp_path / "study.json"), "--seeds", "1", "2", "--groups"]
+    words = ["--work-dir", str(folder_with_text(tmp_path)), "--output", str(tmp_path / "study.json"), "--seeds", "1", "2", "--groups"]
     assert loss_parity.main([*words, "first"]) == 0
     assert runs == [(seed, setting.name) for seed in (1, 2) for setting in FIRST]
     runs.clear()
@@ -227,9 +233,7 @@ def test_the_program_trains_seed_by_seed_what_is_missing_and_nothing_else(monkey
     assert not runs and (tmp_path / "study.png").is_file()
 
 
-def test_there_is_nothing_to_report_before_a_plain_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loss_parity, "_text", lambda work_dir: TEXT)
-    assert loss_parity.main(["--output", str(tmp_path / "study.json"), "--report-only"]) == loss_parity.MISTAKE_EXIT_CODE
+def test_there_is_nothing_to_report_before_a_plain_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--work-dir", str(folder_with_text(tmp_path)), "--output", str(tmp_path / "study.json"), "--report-only"]
+    assert loss_parity.main(words) == loss_parity.MISTAKE_EXIT_CODE
     assert "holds no plain run; train before --report-only" in capsys.readouterr().err

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from benchmarks import train_step
+from benchmarks.slow_links.batches import microbatches, same_batches
 from benchmarks.slow_links.configurations import FSDP2, ZERO3, Workload
 from benchmarks.slow_links.deepspeed_zero3 import PACKAGE
-from benchmarks.slow_links.ours import microbatches, same_batches
 from benchmarks.train_step import SHARED_SMOKE_MODEL, _parse, compared
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve

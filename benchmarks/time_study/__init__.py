@@ -1,0 +1,1 @@
+"""The parts of benchmarks/time_to_loss.py."""

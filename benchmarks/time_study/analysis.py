@@ -1,0 +1,75 @@
+"""Puts losses after steps and seconds of steps together: how long a setting takes at each rate of the link until it has a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from benchmarks.slow_links.configurations import LEAN, Workload
+from benchmarks.time_study.record import Curve, Record
+from benchmarks.time_study.settings import MEANS, SETTINGS, WARMUP_STEPS, Setting
+from testbed.rates import Rate
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The results of a record, for every setting at the learning rate that ends lowest."""
+
+    record: Record
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Those with a curve, in the order of SETTINGS."""
+        found = {curve.setting for curve in self.record.curves}
+        return [setting for name, setting in SETTINGS.items() if name in found]
+
+    @property
+    def rates(self) -> list[Rate]:
+        """Rates at which steps were timed, the fastest first."""
+        return sorted(map(Rate.parse, self.record.step_seconds), reverse=True)
+
+    @property
+    def world(self) -> Workload:
+        subject = self.record.subject
+        return Workload(subject["nodes"], subject["ranks_per_node"], subject["model"], subject["samples_per_rank"])
+
+    def tokens(self, setting: Setting, step: float) -> float:
+        return step * setting.batch * self.world.tokens_per_step
+
+    @property
+    def target(self) -> float:
+        """The lowest loss of lean."""
+        return min(self.record.best_curve(LEAN).losses)
+
+    def seconds(self, setting: Setting, rate: Rate, step: float) -> float:
+        """Seconds of training until a step is done. Islands begin with means."""
+        own = self.record.step_seconds[str(rate)]
+        first = min(step, WARMUP_STEPS) if setting.has_islands else 0.0
+        return first * own.get(MEANS, 0.0) + (step - first) * own[setting.name]
+
+    def points(self, setting: Setting, rate: Rate) -> list[tuple[float, float]]:
+        """Seconds and loss of each evaluation after the first step."""
+        curve = self.record.best_curve(setting.name)
+        return [(self.seconds(setting, rate, step), loss) for step, loss in zip(curve.steps[1:], curve.losses[1:], strict=True)]
+
+    def whole_runs(self) -> Iterator[tuple[Curve, float]]:
+        """Runs over a limited link, and the seconds that steps and their time give for them."""
+        for curve in self.record.curves:
+            rate = Rate.parse(curve.rate)
+            if rate.is_limited:
+                yield curve, self.seconds(SETTINGS[curve.setting], rate, curve.steps[-1])
+
+
+def loss_at(curve: Curve, step: float) -> float | None:
+    """The loss after a step at which it was evaluated; None at another."""
+    return next((loss for at, loss in zip(curve.steps, curve.losses, strict=True) if at == step), None)
+
+
+def step_with(curve: Curve, loss: float) -> float | None:
+    """The step after which a run has a loss for the first time, on straight lines between evaluations; None if it never has."""
+    points = list(zip(curve.steps, curve.losses, strict=True))
+    for (before, higher), (step, lower) in pairwise(points):
+        if lower <= loss:
+            return step - (step - before) * (loss - lower) / (higher - lower)
+    return None

@@ -1,0 +1,57 @@
+"""The tables of the found."""
+
+from __future__ import annotations
+
+from benchmarks.report import in_table
+from benchmarks.slow_links.configurations import LEAN
+from benchmarks.time_study.analysis import Findings, loss_at, step_with
+from benchmarks.time_study.settings import SETTINGS
+from testbed.rates import Rate
+
+
+def in_words(rate: Rate) -> str:
+    return str(rate).replace("mbit", " Mbit/s")
+
+
+def loss_by_tokens(found: Findings) -> str:
+    """Loss after equal tokens: a quarter, half and all of those of the shortest runs, and as many again."""
+    lean = SETTINGS[LEAN]
+    tokens = [found.tokens(lean, found.record.best_curve(LEAN).steps[-1]) * share for share in (0.25, 0.5, 1, 2)]
+    rows = []
+    for setting in found.settings:
+        curve = found.record.best_curve(setting.name)
+        losses = [loss_at(curve, count / found.tokens(setting, 1)) for count in tokens]
+        rows.append([setting.name, f"{curve.learning_rate:g}", *("-" if loss is None else f"{loss:.3f}" for loss in losses)])
+    return in_table(["", "learning rate", *(f"{count / 1e6:.2f}M tokens" for count in tokens)], rows)
+
+
+def minutes_to_loss(found: Findings) -> str:
+    """Minutes and tokens until each setting has the lowest loss of lean, by the rate of the link."""
+    rows = []
+    for setting in found.settings:
+        step = step_with(found.record.best_curve(setting.name), found.target)
+        if step is None:
+            rows.append([setting.name, *["-"] * (len(found.rates) + 1)])
+            continue
+        minutes = [f"{found.seconds(setting, rate, step) / 60:.1f}" for rate in found.rates]
+        rows.append([setting.name, f"{found.tokens(setting, step) / 1e6:.2f}M", *minutes])
+    return in_table([f"to a loss of {found.target:.3f}", "tokens", *map(in_words, found.rates)], rows)
+
+
+def step_seconds(found: Findings) -> str:
+    """Seconds of a step, by the rate of the link."""
+    names = list(found.record.step_seconds[str(found.rates[0])])
+    rows = [[name, *(f"{found.record.step_seconds[str(rate)][name]:.2f}" for rate in found.rates)] for name in names]
+    return in_table(["seconds of a step", *map(in_words, found.rates)], rows)
+
+
+def whole_runs(found: Findings) -> str:
+    """Whole runs over a limited link, beside what steps and their time give."""
+    rows = []
+    for curve, composed in found.whole_runs():
+        measured, words = curve.seconds[-1], in_words(Rate.parse(curve.rate))
+        rows.append([curve.setting, words, str(curve.steps[-1]), f"{measured / 60:.1f}", f"{composed / 60:.1f}", f"{curve.losses[-1]:.3f}"])
+    return in_table(["whole run", "link", "steps", "minutes", "steps x seconds of a step, minutes", "loss"], rows, words=2)
+
+
+TABLES = (loss_by_tokens, minutes_to_loss, step_seconds, whole_runs)
