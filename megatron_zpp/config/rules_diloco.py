@@ -39,12 +39,8 @@ def check_overlap(config: Config) -> None:
 
 
 def check_inner_optimizer(config: Config, ranks: RankCounts) -> None:
-    """Islands divide what a rank updates, and write it on the device."""
+    """Islands divide what a rank updates, and write it."""
     zero, of_island = config.zero, ranks.of_island
-    if zero.optimizer_cpu_offload:
-        raise FlagError(
-            f"--optimizer-cpu-offload keeps main weights on the host, and {PERIOD} writes them on the device; leave one of them out."
-        )
     if zero.zero_stage == 0 and of_island.data > 1:
         raise FlagError(
             f"--zero-stage 0 lets each of the {of_island.data} ranks of an island update all weights, and {PERIOD} divides among the "

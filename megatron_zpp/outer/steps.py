@@ -88,7 +88,7 @@ class OuterSteps:
         `overlap_steps` those of two units are under way until the next call, or the other ends of the list.
         Raises RuntimeError between a backward and the step of the engine that follows.
         """
-        self.check_open()
+        self._check_between_steps()
         if self._exchanged == self.engine.iteration:
             return
         is_due = self.options.is_due([unit.layout.numel for unit in self.engine.trained], self.engine.iteration)
@@ -100,7 +100,7 @@ class OuterSteps:
 
         Outer momentum stays as it is. Raises RuntimeError between a backward and the step of the engine that follows.
         """
-        self.check_open()
+        self._check_between_steps()
         self.exchange(range(len(self.units)), takes_means=True)
 
     def exchange(self, due: Sequence[int], *, takes_means: bool = False) -> None:
@@ -113,6 +113,7 @@ class OuterSteps:
             if place >= MOST_UNDER_WAY:
                 self._finish(due[place - MOST_UNDER_WAY])
             for unit in self._units_at([index]):
+                engine.finish_update(unit.inner)
                 unit.begin(codecs, iteration, takes_mean=takes_means)
         last = list(due[-MOST_UNDER_WAY:])
         if self.options.overlap_steps and not takes_means:
@@ -128,6 +129,7 @@ class OuterSteps:
 
     def _finish_late(self) -> None:
         for index in self._late:
+            self.engine.finish_update(self.engine.trained[index])
             self._finish(index)
         self._late = []
 
@@ -173,12 +175,15 @@ class OuterSteps:
 
     def check_open(self) -> None:
         """Raises RuntimeError within a step of the engine, and if it or this is closed. Then no update is left, and nothing crosses."""
-        if self._is_closed:
-            raise RuntimeError("the outer steps are closed")
-        self.engine.check_between_steps()
+        self._check_between_steps()
         self.engine.finish_updates()
         for unit in self._units_at(self._late):
             self._book(unit.wait())
+
+    def _check_between_steps(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the outer steps are closed")
+        self.engine.check_between_steps()
 
     def resume(self, *, from_inner: bool, late_units: Sequence[str] = ()) -> None:
         """Goes on with weights that were loaded: outer weights, momentum and copies, or the inner weights alone.
@@ -216,8 +221,6 @@ class OuterSteps:
 def check_policy(engine: ZeroEngine) -> None:
     """Raises UserError if outer steps cannot read or write the main weights as this engine keeps them."""
     policy, ranks = engine.options.policy, engine.links.topology.data_ranks
-    if policy.optimizer is Rung.HOST:
-        raise UserError("outer steps need main weights on the device, and the policy keeps them on the host; choose one without offload")
     if policy.optimizer is Rung.FULL and ranks > 1:
         raise UserError(
             f"outer steps divide what a rank updates among the islands, and in stage 0 each of the {ranks} ranks of an island updates all "

@@ -47,7 +47,7 @@ class OuterCodecs(NamedTuple):
 class OuterUnit:
     """One unit. links: to the ranks of the column; every one of them makes the same calls.
 
-    inner: the unit in the engine of this island, whose main weights are x.
+    inner: the unit in the engine of this island, whose main weights are x, on the device or its host.
     weight, momentum: [1 part] fp32, w and b. kept: holds c.
     """
 
@@ -82,7 +82,7 @@ class OuterUnit:
         layout, links, name = self.layout, self._links, self.inner.name
         gradient = self._parts_in_fp32()
         for (copy, x), (part, _) in zip(self._pairs(self.kept.values), self._pairs(gradient), strict=True):
-            torch.sub(copy, x, out=part)
+            torch.sub(copy, x.to(copy.device), out=part)
         place = ("outer", name, self.inner.first_slice, iteration)
         of_gradients = codecs.gradients.with_noise_for(*place, links.data_rank).with_signs_for(links.topology, links.data_rank, *place)
         mean = torch.empty(layout.slice_numel, device=links.device)
@@ -137,7 +137,7 @@ class OuterUnit:
         """x = c + what x has moved since it was `before`."""
         self.inner.finish_climbs()  # which read x
         for (copy, x), (old, _) in zip(self._pairs(self.kept.values), self._pairs(before), strict=True):
-            x.add_(torch.sub(copy, old))
+            x.add_(torch.sub(copy, old).to(x.device))
         self.inner.replace()
 
     def write_copy(self) -> None:

@@ -54,11 +54,6 @@ def test_every_node_is_an_island_and_outer_steps_begin_after_the_warmup(flags: s
             "2 or more, or leave --diloco-overlap-steps out.",
         ),
         (
-            "--diloco-sync-period 8 --optimizer-cpu-offload",
-            "--optimizer-cpu-offload keeps main weights on the host, and --diloco-sync-period writes them on the device; leave one of them "
-            "out.",
-        ),
-        (
             "--diloco-sync-period 8 --diloco-islands 2 --zero-quantized-weight-differences",
             "--zero-quantized-weight-differences adds differences to copies that it keeps between the nodes of an island, and "
             "--diloco-sync-period writes weights; leave it out, or give every node an island of its own by leaving --diloco-islands out.",

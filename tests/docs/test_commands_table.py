@@ -195,8 +195,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python -m benchmarks.save_copies ...": "It needs root, for networks of its own, and takes five minutes.",
     "python -m benchmarks.sockets ...": BENCHMARK,
     "python -m benchmarks.time_to_loss --smoke": (
-        "tests/benchmarks/test_time_to_loss.py::"
-        "test_the_program_measures_and_reports_and_a_whole_run_has_the_losses_of_one_without_a_limit"
+        "tests/benchmarks/test_time_to_loss.py::test_the_program_measures_and_reports_and_a_whole_run_has_the_losses_of_one_without_a_limit"
     ),
     "python -m benchmarks.time_to_loss ...": "It needs root and takes hours; --smoke runs the same program on a tiny model.",
     "python -m benchmarks.two_nodes --smoke": SMOKE,

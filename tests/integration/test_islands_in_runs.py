@@ -64,7 +64,7 @@ def test_neither_a_save_nor_an_evaluation_changes_a_bit(ranks: RankPool, tmp_pat
     assert losses(pretrain(ranks, 2, 2, f"{COMMON} {ISLANDS} --zero-stage 3", tmp_path / "run.jsonl")) == losses(records)
 
 
-@pytest.mark.parametrize("stage", ["--zero-stage 3", "--zero-stage 1"])
+@pytest.mark.parametrize("stage", ["--zero-stage 3", "--zero-stage 3 --optimizer-cpu-offload", "--zero-stage 1"])
 def test_the_next_losses_are_those_of_the_unbroken_run(ranks: RankPool, tmp_path: Path, unbroken: tuple[Path, Records], stage: str) -> None:
     """Norms add their squares in another order at another stage."""
     saved, records = unbroken

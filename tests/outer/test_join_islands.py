@@ -233,13 +233,9 @@ def test_an_error_on_one_rank_is_told_on_those_of_all_islands_and_leaves_no_grou
     ("options", "finding"),
     [
         (EngineOptions(POLICIES[0]), "in stage 0 each of the 2 ranks of an island updates all weights; choose ZeRO stage 1, 2 or 3"),
-        (
-            EngineOptions(replace(POLICIES[3], optimizer=POLICIES[3].optimizer.HOST)),
-            "the policy keeps them on the host; choose one without offload",
-        ),
         (replace(EngineOptions(), block_numel=32), "choose a multiple of 256"),
     ],
-    ids=["stage 0", "offload", "small blocks"],
+    ids=["stage 0", "small blocks"],
 )
 def test_engines_that_do_not_suit_are_refused(options: EngineOptions, finding: str) -> None:
     with pytest.raises(ValueError, match=finding):

@@ -21,7 +21,7 @@ from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.outer.unit import OuterUnit
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_quantized_gradients
+from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_offloaded_optimizer, with_quantized_gradients
 from megatron_zpp.zero.schedule import Prefetch
 
 pytestmark = pytest.mark.virtual
@@ -369,14 +369,15 @@ def test_after_an_exchange_all_islands_have_the_same_weights_to_the_bit_within_o
     assert any(exchanged.error.any() for exchanged in found[0])
 
 
-@pytest.mark.parametrize("options", [EXACTLY, IN_3_BITS], ids=["exact", "3 bits"])
-def test_every_stage_has_the_same_bits(options: OuterOptions) -> None:
+@pytest.mark.parametrize("options", [EXACTLY, IN_3_BITS, replace(IN_3_BITS, overlap_steps=1)], ids=["exact", "3 bits", "late"])
+def test_every_stage_has_the_same_bits_also_with_the_optimizer_on_the_host(options: OuterOptions) -> None:
     def weights(policy: Policy, ranks: int) -> list[Tensor]:
         return run_islands(2, ranks, lambda member: trained(member, 6)[1], EngineOptions(policy), options)
 
     expected = weights(POLICIES[3], 2)
     for stage in (1, 2):
         assert all(map(torch.equal, weights(POLICIES[stage], 2), expected))
+    assert all(map(torch.equal, weights(with_offloaded_optimizer(POLICIES[3]), 2), expected))
     alone = weights(POLICIES[3], 1)
     for stage in range(3):
         assert all(map(torch.equal, weights(POLICIES[stage], 1), alone))
@@ -403,6 +404,29 @@ def test_what_one_island_has_learned_reaches_the_other_in_3_bits_almost_as_exact
     first = weights_of(small_module())
     exact, coded = (run_islands(2, 1, program, FP32, options)[0] for options in (EXACTLY, IN_3_BITS))
     assert (coded - exact).norm() < 0.35 * (exact - first).norm()
+
+
+def test_updates_on_the_host_wait_for_the_next_forward_but_those_up_to_a_unit_that_is_due() -> None:
+    def program(member: Member) -> list[list[str]]:
+        made: list[list[str]] = []
+        later = member.engine.optimizer.later
+        reach = later.reach
+
+        def reaches(unit: str) -> None:
+            made[-1].append(unit)
+            reach(unit)
+
+        for step in range(5):
+            member.train(step)
+            made.append([])
+            later.reach = reaches  # type: ignore[method-assign]
+            member.outer.step()
+            later.reach = reach  # type: ignore[method-assign]
+            assert (later._update is None) == (UNITS[-1] in made[-1])
+        return made
+
+    options = EngineOptions(with_offloaded_optimizer(POLICIES[3]))
+    assert run_islands(2, 1, program, options, replace(IN_3_BITS, start_iteration=1))[0] == [UNITS, [], [], UNITS[:2], UNITS[2:]]
 
 
 # ---- a step that is skipped, an evaluation

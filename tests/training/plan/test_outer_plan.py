@@ -124,6 +124,7 @@ def test_without_outer_steps_there_is_no_plan_of_them() -> None:
         run_of("--zero-stage 3 --num-layers 9 --recompute-granularity full", BITS_16, period=1),
         run_of("--zeropp lean --num-layers 8", period=1),
         run_of(nodes=1, period=1),
+        run_of("--zero-stage 3 --num-layers 8 --optimizer-cpu-offload", period=1),
         run_of("--zero-stage 3 --num-layers 8", "--diloco-overlap-steps 1", period=2),
         run_of("--zero-stage 1 --num-layers 8", "--diloco-overlap-steps 1", nodes=4, ranks_per_node=1, period=2),
         run_of("--zero-stage 3 --num-layers 8", "--diloco-overlap-steps 1 --diloco-all-at-once", period=2),
