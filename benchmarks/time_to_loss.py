@@ -11,7 +11,7 @@ after a step does not depend on the link, so it is measured in two parts:
     losses     each setting trains without a limit, once per learning rate, and reads held-out text on the way
     seconds    the time of a step of each setting, at each rate of the link
     whole      whole runs over the limited link, whose time shows that the two parts may be put together
-    report     the tables and the picture
+    report     the tables
 
 All samples are those of one seed, and equal after equal tokens. The learning rate is constant after a short warm-up, so that each point of
 a curve is the end of a shorter run. Evaluations are not timed. Every finished part is stored at once and not measured again.
@@ -64,11 +64,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    study = Study(options, arguments)
     if set(options.parts) != {"report"}:
         enter_own_network(["-m", "benchmarks.time_to_loss", *arguments])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _leave)
+        study = Study(options, arguments)
         session = Session(study.world, [])
         try:
             for part in (part for part in PARTS if part in options.parts and part != "report"):
@@ -77,7 +77,8 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         finally:
             session.close()
     if "report" in options.parts:
-        print("\n\n".join(table(Findings(study.record)) for table in TABLES))
+        found = Findings(Record.stored(options.output))
+        print("\n\n".join(table(found) for table in TABLES))
     return 0
 
 
@@ -89,6 +90,12 @@ class Study:
         self.world = Workload(NODES, RANKS_PER_NODE, options.model, SAMPLES_PER_RANK)
         self._settings = [SETTINGS[name] for name in options.settings]
         self._rates = [Rate.parse(text) for text in options.rates]
+        largest = max(self.world.tokens_per_step * setting.batch for setting in self._settings)
+        if options.tokens_per_point % largest or options.tokens % options.tokens_per_point:
+            raise ValueError(
+                f"--tokens-per-point {options.tokens_per_point} must be a multiple of {largest}, the tokens of the largest step, and "
+                f"divide --tokens {options.tokens}."
+            )
         self._text = library_text(Path(options.work_dir).resolve())
         subject = {
             "nodes": NODES,
@@ -108,7 +115,7 @@ class Study:
 
     def whole(self, session: Session) -> None:
         slowest = min(self._rates)
-        for name in self._options.whole:
+        for name in (name for name in self._options.whole if name in self._options.settings):
             best = self.record.best_curve(name)
             self._train(session, SETTINGS[name], best.learning_rate, slowest)
 
@@ -153,18 +160,27 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", choices=PARTS, metavar="PART", default=PARTS, help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME", help=", ".join(SETTINGS))
     parser.add_argument("--learning-rates", nargs="+", type=float, metavar="RATE", help="instead of those that each setting names")
-    parser.add_argument("--whole", nargs="+", choices=SETTINGS, default=WHOLE, metavar="NAME", help="of whole runs at the lowest rate")
+    parser.add_argument(
+        "--whole",
+        nargs="+",
+        choices=SETTINGS,
+        default=WHOLE,
+        metavar="NAME",
+        help="of whole runs at the lowest rate, if they are in --settings",
+    )
     parser.add_argument("--rates", nargs="+", default=RATES, metavar="RATE", help="of every node's link (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the shortest runs (default: %(default)s)")
     parser.add_argument("--tokens-per-point", type=int, default=TOKENS_PER_POINT, help="between evaluations (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed steps, about (default: %(default)s)")
     parser.add_argument("--model", default=MODEL, metavar="FLAGS", help="of the training script (default: %(default)s)")
     parser.add_argument("--work-dir", default="runs/loss_parity", help="for the text")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "time_to_loss.json", help="the outcomes (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="the outcomes (default: runs/time_to_loss.json)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, two rates, two points")
     options = parser.parse_args(arguments)
     if options.smoke:
         vars(options).update(SMOKE)
+    if options.output is None:
+        options.output = ROOT / "runs" / ("smoke_time_to_loss.json" if options.smoke else "time_to_loss.json")
     return options
 
 

@@ -68,6 +68,7 @@ class Setting:
     """name: in tables. flags: of the training script. change: makes the measured row from that of the flags.
 
     outer: of islands, one on each node, which take plain means until the end of the warm-up; None if all ranks train as one.
+    averages_moments: whether an exchange also gives all islands the mean of AdamW's moments, which no flag offers.
     rate_factor: times the usual learning rates; a gap is to the plain setting with as large a factor. perturbation: relative, of the
     learning rates, so small that nothing but the rounding of weights changes.
     """
@@ -77,6 +78,7 @@ class Setting:
     change: Callable[[Policy], Policy] = unchanged
     make_codec: CodecFactory = field(default=make_codec)
     outer: OuterOptions | None = None
+    averages_moments: bool = False
     rate_factor: float = 1.0
     perturbation: float = 0.0
 
@@ -107,6 +109,8 @@ ISLANDS = (
     PLAIN,
     Setting("islands, every 16 steps, 16 bits", outer=replace(EVERY_16, gradient_code=EXACT, difference_code=EXACT)),
     Setting("islands, every 16 steps", outer=EVERY_16),
+    Setting("islands, every 16 steps, one step late", outer=replace(EVERY_16, overlap_steps=1)),
+    Setting("islands, every 16 steps, moments averaged", outer=EVERY_16, averages_moments=True),
 )
 HALF_RATE = tuple(replace(setting, name=f"{setting.name}, half the rate", rate_factor=0.5) for setting in FIRST)
 SETTINGS = {setting.name: setting for setting in (*FIRST, *SECOND, *ISLANDS, *HALF_RATE)}

@@ -120,6 +120,7 @@ class _Rank:
         self._text = text
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.sample_lengths)
         self._rate_factor = setting.rate_factor * (1.0 + setting.perturbation)
+        self._averages_moments = setting.averages_moments
         self._samples = config.training.global_batch_size
         self._rank, self._ranks = backend.rank, backend.grid.world_size
         island, column = backend.on_islands(NODES)
@@ -172,6 +173,8 @@ class _Rank:
             raise RuntimeError(f"step {step} was skipped, because its gradient has a NaN or inf")
         if self._outer is not None:
             self._outer.step()
+            if self._averages_moments:
+                _average_moments(self._outer)
         return float(loss.detach())
 
     def _node_bytes(self) -> int:
@@ -192,6 +195,15 @@ class _Rank:
             for segment in unit.layout.segments(unit.first_slice, unit.slices):
                 stop = segment.offset + segment.stop - segment.start
                 yield segment.spec.name, segment.start, unit.main_weight[segment.offset : stop].clone()
+
+
+def _average_moments(outer: OuterSteps) -> None:
+    """Gives all islands the mean of the moments of the units that are due, exactly."""
+    engine = outer.engine
+    is_due = outer.options.is_due([unit.layout.numel for unit in engine.trained], engine.iteration)
+    for moments in (moments for moments, is_due_now in zip(engine.optimizer.moments, is_due, strict=True) if is_due_now):
+        for values in moments.values():
+            values.copy_(outer.links.backend.gather_world(values.clone())[:, 0].mean(dim=0))
 
 
 def _mean_loss(model: Any, tokens: Tensor, labels: Tensor) -> float:

@@ -87,7 +87,7 @@ class OurTraining:
             return mean_loss(self._model, tokens, labels)
 
     def node_bytes(self) -> dict[str, int]:
-        """Bytes that entered this rank's node since the start, by the ledger: weights and gradients (promised), and the rest (control)."""
+        """Bytes that entered this rank's node since the start, by the ledger. promised: what tables of bytes count; control: the rest."""
         promised, booked = (self._node_bytes(*categories) for categories in (PROMISED, Category))
         return {"promised": promised, "control": booked - promised}
 

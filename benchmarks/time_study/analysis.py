@@ -25,6 +25,14 @@ class Findings:
         return [setting for name, setting in SETTINGS.items() if name in found]
 
     @property
+    def timed(self) -> list[Setting]:
+        """Those of `settings` whose steps have been timed at every rate, with the means of islands."""
+        of_rates = [self.record.step_seconds[str(rate)] for rate in self.rates]
+        common = set(SETTINGS).intersection(*of_rates) if of_rates else set[str]()
+        has_means = all(MEANS in seconds for seconds in of_rates)
+        return [setting for setting in self.settings if setting.name in common and (has_means or not setting.has_islands)]
+
+    @property
     def rates(self) -> list[Rate]:
         """Rates at which steps were timed, the fastest first."""
         return sorted(map(Rate.parse, self.record.step_seconds), reverse=True)
@@ -46,7 +54,8 @@ class Findings:
         """Seconds of training until a step is done. Islands begin with means."""
         own = self.record.step_seconds[str(rate)]
         first = min(step, WARMUP_STEPS) if setting.has_islands else 0.0
-        return first * own.get(MEANS, 0.0) + (step - first) * own[setting.name]
+        of_first = first * own[MEANS] if first else 0.0
+        return of_first + (step - first) * own[setting.name]
 
     def points(self, setting: Setting, rate: Rate) -> list[tuple[float, float]]:
         """Seconds and loss of each evaluation after the first step."""
@@ -57,7 +66,7 @@ class Findings:
         """Runs over a limited link, and the seconds that steps and their time give for them."""
         for curve in self.record.curves:
             rate = Rate.parse(curve.rate)
-            if rate.is_limited:
+            if rate.is_limited and SETTINGS[curve.setting] in self.timed:
                 yield curve, self.seconds(SETTINGS[curve.setting], rate, curve.steps[-1])
 
 

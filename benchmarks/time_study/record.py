@@ -57,10 +57,10 @@ class Record:
         self.curves = [Curve(**curve) for curve in stored["curves"]]
         self.step_seconds = stored["step_seconds"]
 
-    def has_curve(self, setting: str, learning_rate: float, rate: Rate, tokens_step: int) -> bool:
-        """Whether a run with these has been made up to this step."""
+    def has_curve(self, setting: str, learning_rate: float, rate: Rate, last: int) -> bool:
+        """Whether a run with these has been made up to step `last`."""
         return any(
-            (curve.setting, curve.learning_rate, curve.rate) == (setting, learning_rate, str(rate)) and curve.steps[-1] >= tokens_step
+            (curve.setting, curve.learning_rate, curve.rate) == (setting, learning_rate, str(rate)) and curve.steps[-1] >= last
             for curve in self.curves
         )
 

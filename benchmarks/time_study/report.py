@@ -28,7 +28,7 @@ def loss_by_tokens(found: Findings) -> str:
 def minutes_to_loss(found: Findings) -> str:
     """Minutes and tokens until each setting has the lowest loss of lean, by the rate of the link."""
     rows = []
-    for setting in found.settings:
+    for setting in found.timed:
         step = step_with(found.record.best_curve(setting.name), found.target)
         if step is None:
             rows.append([setting.name, *["-"] * (len(found.rates) + 1)])
@@ -40,8 +40,9 @@ def minutes_to_loss(found: Findings) -> str:
 
 def step_seconds(found: Findings) -> str:
     """Seconds of a step, by the rate of the link."""
-    names = list(found.record.step_seconds[str(found.rates[0])])
-    rows = [[name, *(f"{found.record.step_seconds[str(rate)][name]:.2f}" for rate in found.rates)] for name in names]
+    of_rates = [found.record.step_seconds[str(rate)] for rate in found.rates]
+    names = dict.fromkeys(name for seconds in of_rates for name in seconds)
+    rows = [[name, *(f"{seconds[name]:.2f}" if name in seconds else "-" for seconds in of_rates)] for name in names]
     return in_table(["seconds of a step", *map(in_words, found.rates)], rows)
 
 

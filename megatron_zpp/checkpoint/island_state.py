@@ -47,6 +47,7 @@ class IslandState(EngineState):
 
     def manifest(self, progress: Progress, flags: Mapping[str, Any], *, with_moments: bool) -> Manifest:
         outer, engine = self._outer, self.engine
+        outer.check_open()  # waits for what crosses: it changes the outer weights
         manifest = super().manifest(progress, flags, with_moments=with_moments)
         manifest = replace(manifest, topology={**manifest.topology, "world_size": outer.islands * engine.world_size})
         if not with_moments:
@@ -54,10 +55,10 @@ class IslandState(EngineState):
         states = {WEIGHT: ELEMENT_TYPE, OUTER_MOMENTUM: ELEMENT_TYPE, OUTER_COPY: ELEMENT_TYPES[engine.options.dtype]}
         for island in range(outer.islands):
             states |= dict.fromkeys((of_island(state, island) for state in (INNER_WEIGHT, *MOMENTS)), ELEMENT_TYPE)
-        outer.check_open()  # waits for what crosses
         own = json.dumps(optimizer_state(engine))
         islands = [json.loads(text) for text in texts_of_ranks(outer.links.backend, engine.device, own)]
-        run = {**manifest.run, "islands": islands, **({"late_units": outer.late_units} if outer.late_units else {})}
+        late = outer.late_parameters
+        run = {**manifest.run, "islands": islands, **({"late_parameters": late} if late else {})}
         return replace(manifest, states=states, run=run, topology={**manifest.topology, "islands": outer.islands})
 
     def fill(self, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
@@ -73,7 +74,7 @@ class IslandState(EngineState):
     def resume(self, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
         super().resume(reader, with_moments=with_moments, with_copies=with_copies)
         run, has_outer = reader.manifest.run, with_moments and reader.manifest.islands > 0
-        self._outer.resume(from_inner=not has_outer, late_units=run.get("late_units", ()))
+        self._outer.resume(from_inner=not has_outer, late_parameters=run.get("late_parameters", ()))
 
     def _stored_island(self, reader: CheckpointReader) -> int | None:
         return self._outer.island if reader.manifest.islands == self._outer.islands else None

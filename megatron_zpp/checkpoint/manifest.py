@@ -225,7 +225,7 @@ def _run_state(found: Members, consumed_samples: int) -> Mapping[str, Any]:
         return found.values
     for key in COUNTS_OF_RUN:
         found.count(key)
-    for key in ("frozen", "late_units"):
+    for key in ("frozen", "late_parameters"):
         if key in found:
             found.texts(key)
     if "ordered_samples" in found:

@@ -22,20 +22,9 @@ def check_resolved(config: Config, ranks: RankCounts) -> None:
     """Raises FlagError for the first rule about islands that the filled-in values break in a world of these ranks."""
     if not config.diloco.has_islands:
         return
-    check_overlap(config)
     check_inner_optimizer(config, ranks)
     if any(config.value_of(name) != WORKING_DTYPE_BITS for name in CODED):
         check_codes(config, ranks)
-
-
-def check_overlap(config: Config) -> None:
-    """An exchange must end before its unit is due again."""
-    overlap, period = config.diloco.diloco_overlap_steps, config.diloco.diloco_sync_period or 1
-    if overlap >= period:
-        raise FlagError(
-            f"--diloco-overlap-steps {overlap} with {PERIOD} {period}: a unit would be due while it is under way; choose {PERIOD} "
-            f"{overlap + 1} or more, or leave --diloco-overlap-steps out."
-        )
 
 
 def check_inner_optimizer(config: Config, ranks: RankCounts) -> None:

@@ -48,7 +48,7 @@ def join_islands(
         those of torch.distributed, whose world is cut into islands as shard() did.
     timeout: of an exchange; a rank that waits for another longer than this fails. An island also waits while another is slower.
     Raises UserError on every rank if arguments or main weights differ between islands, or if the policy of the engine does not suit: stage
-    0 with several ranks per island, an optimizer on the host, lean between the nodes of one island.
+    0 with several ranks per island, lean between the nodes of one island.
     """
     islands = _islands(engine, backend)
     if backend is not None:

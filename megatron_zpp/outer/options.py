@@ -48,11 +48,6 @@ class OuterOptions:
             raise UserError(f"the start_iteration of outer steps is {self.start_iteration!r}; choose a number of inner steps, 0 or more")
         if type(self.overlap_steps) is not int or not 0 <= self.overlap_steps <= 1:
             raise UserError(f"the overlap_steps of outer steps are {self.overlap_steps!r}; choose 0 or 1")
-        if self.overlap_steps >= self.period:
-            raise UserError(
-                f"the overlap_steps of outer steps are {self.overlap_steps} and the period is {self.period}, so a unit would be due while "
-                f"it is under way; choose a period of {self.overlap_steps + 1} or more"
-            )
         for name in ("gradient_code", "difference_code"):
             if not isinstance(getattr(self, name), Code):
                 raise UserError(f"the {name} of outer steps is {getattr(self, name)!r}; choose a megatron_zpp.Code")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -85,7 +85,7 @@ class OuterSteps:
         """Exchanges the units that are due. Call it after every step of the engine; before the next one a second call does nothing.
 
         An exchange is under way until its unit is needed: in the next forward, or where weights are saved, loaded or evaluated. With
-        `overlap_steps` those of two units are under way until the next call, or the other ends of the list.
+        `overlap_steps` those of at most two units are under way until the next call, which writes their inner weights.
         Raises RuntimeError between a backward and the step of the engine that follows.
         """
         self._check_between_steps()
@@ -105,15 +105,17 @@ class OuterSteps:
 
     def exchange(self, due: Sequence[int], *, takes_means: bool = False) -> None:
         """Ends what is late and exchanges these units, by number, whether they are due or not."""
-        self._finish_late()
         engine, iteration = self.engine, self.engine.iteration
+        for index in self._late:
+            engine.finish_update(engine.trained[index])
+        self._finish_late()
         self._exchanged = iteration
         codecs = self._exact if iteration <= engine.options.full_precision_iterations else self._codecs
         for place, index in enumerate(due):
             if place >= MOST_UNDER_WAY:
                 self._finish(due[place - MOST_UNDER_WAY])
+            engine.finish_update(engine.trained[index])
             for unit in self._units_at([index]):
-                engine.finish_update(unit.inner)
                 unit.begin(codecs, iteration, takes_mean=takes_means)
         last = list(due[-MOST_UNDER_WAY:])
         if self.options.overlap_steps and not takes_means:
@@ -129,13 +131,15 @@ class OuterSteps:
 
     def _finish_late(self) -> None:
         for index in self._late:
-            self.engine.finish_update(self.engine.trained[index])
             self._finish(index)
         self._late = []
 
     def _finish(self, index: int) -> None:
+        inner = self.engine.trained[index]
+        inner.finish_climbs()  # which read x
         for unit in self._units_at([index]):
             self._book(unit.finish())
+        inner.replace()  # also where this rank has no element of it: all ranks of the island must climb alike
 
     def _book(self, traffic: Traffic) -> None:
         self.engine.links.ledger.book(Category.OUTER, traffic)
@@ -145,9 +149,9 @@ class OuterSteps:
         return filter(None, (self.units[index] for index in indices))
 
     @property
-    def late_units(self) -> list[str]:
-        """The names of the units whose inner weights wait for the end of the next inner step."""
-        return [self.engine.trained[index].name for index in self._late]
+    def late_parameters(self) -> list[str]:
+        """The parameters whose inner weights get an exchange after the next inner step."""
+        return [placed.spec.name for index in self._late for placed in self.engine.trained[index].layout.params]
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -162,8 +166,10 @@ class OuterSteps:
         with engine.gradients_lent() as places:
             for inner, place in zip(engine.trained, places, strict=True):
                 place.copy_(inner.main_regions())
-            for unit in filter(None, self.units):
-                unit.write_copy()
+            for inner, unit in zip(engine.trained, self.units, strict=True):
+                inner.finish_climbs()  # which read x
+                if unit is not None:
+                    unit.write_copy()
             engine.weights_changed()
             try:
                 yield
@@ -185,23 +191,24 @@ class OuterSteps:
             raise RuntimeError("the outer steps are closed")
         self.engine.check_between_steps()
 
-    def resume(self, *, from_inner: bool, late_units: Sequence[str] = ()) -> None:
+    def resume(self, *, from_inner: bool, late_parameters: Collection[str] = ()) -> None:
         """Goes on with weights that were loaded: outer weights, momentum and copies, or the inner weights alone.
 
         from_inner: outer weights are the inner ones, which have the same values on every island, and there is no momentum.
-        late_units: as they were when the weights were saved.
+        late_parameters: as they were when the weights were saved. A unit is late if one of its parameters is.
         """
         self._exchanged, self._late = self.engine.iteration, []
-        if from_inner:
-            for unit in filter(None, self.units):
+        for unit in filter(None, self.units):
+            self._book(unit.forget())
+            if from_inner:
                 unit.start_from_inner()
-            return
-        late = [index for index, inner in enumerate(self.engine.trained) if inner.name in late_units]
+        trained = enumerate(self.engine.trained)
+        late = [index for index, inner in trained if any(placed.spec.name in late_parameters for placed in inner.layout.params)]
         if self.options.overlap_steps:
             self._delay(late)
             return
-        for unit in self._units_at(late):
-            unit.write_copy()
+        for index in late:
+            self._finish(index)
 
     def state_bytes(self) -> int:
         """Bytes of outer weights, momentum and copies on this rank."""
@@ -211,11 +218,13 @@ class OuterSteps:
         """Ends what was made for outer steps alone. Every rank must call it, before it closes the engine."""
         if self._is_closed:
             return
-        self.engine.finish_updates()
-        self._finish_late()
-        self._is_closed, self.engine.is_joined = True, False
-        if self._on_close is not None:
-            self._on_close()
+        try:
+            self.engine.finish_updates()
+            self._finish_late()
+        finally:
+            self._is_closed, self.engine.is_joined = True, False
+            if self._on_close is not None:
+                self._on_close()
 
 
 def check_policy(engine: ZeroEngine) -> None:

@@ -123,8 +123,13 @@ class OuterUnit:
         self._hops = []
         return traffic
 
+    def forget(self) -> Traffic:
+        """Waits for what crosses, and leaves x as it is, because all weights have been written anew."""
+        self._before = None
+        return self.wait()
+
     def finish(self) -> Traffic:
-        """Waits for the exchange and writes x. Returns what the hops have brought."""
+        """Waits for the exchange and writes x, which no climb may read. Returns what the hops have brought."""
         traffic = self.wait()
         if self._before is None:
             self.write_copy()
@@ -135,17 +140,13 @@ class OuterUnit:
 
     def _add_exchange(self, before: Regions) -> None:
         """x = c + what x has moved since it was `before`."""
-        self.inner.finish_climbs()  # which read x
         for (copy, x), (old, _) in zip(self._pairs(self.kept.values), self._pairs(before), strict=True):
             x.add_(torch.sub(copy, old).to(x.device))
-        self.inner.replace()
 
     def write_copy(self) -> None:
-        """x = c."""
-        self.inner.finish_climbs()  # which read x
+        """x = c. No climb may read x."""
         for copy, x in self._pairs(self.kept.values):
             x.copy_(copy)
-        self.inner.replace()
 
     def _parts_in_fp32(self) -> Regions:
         """Zeros for the whole slice, in N parts."""

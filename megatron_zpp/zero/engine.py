@@ -202,9 +202,12 @@ class ZeroEngine:
             self._writes.pop(next(iter(self._writes)))()
 
     def finish_update(self, unit: WeightUnit) -> None:
-        """Makes the update of one unit, and those before it, if they wait. Call it before its main weights are read between two steps."""
+        """Does what is left to do to the main weights of a unit: its update, with those before it, and a write that was noted.
+
+        Call it before they are read or written between two steps.
+        """
         self.check_between_steps()
-        self.optimizer.later.reach(unit.name)
+        self._reach(unit.name)
 
     def write_before_use(self, unit: WeightUnit, write: Callable[[], None]) -> None:
         """Has `write` change the main weights of a unit before they are used next, in `finish_updates` at the latest.

@@ -40,6 +40,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.sharding import choose_policy
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy
 
+MOMENTS_AVERAGED = "islands, every 16 steps, moments averaged"
 TEXT = Text(bytes(range(256)) * 40, length=8, held_out=8)
 TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --attention-dropout 0 --hidden-dropout 0"
 
@@ -128,7 +129,7 @@ def test_too_short_a_text_is_refused() -> None:
 
 
 @pytest.mark.virtual
-@pytest.mark.parametrize("name", ["ZeRO-3", "lean, signs shared by senders", "islands, every 16 steps"])
+@pytest.mark.parametrize("name", ["ZeRO-3", "lean, signs shared by senders", "islands, every 16 steps, one step late", MOMENTS_AVERAGED])
 def test_ranks_that_take_turns_train_as_ranks_that_run_at_once_with_threads_for_lanes(
     tiny_runs: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -138,6 +139,14 @@ def test_ranks_that_take_turns_train_as_ranks_that_run_at_once_with_threads_for_
     monkeypatch.setattr(training, "TurnWorld", VirtualWorld)
     assert replace(trained(SETTINGS[name], 2, 10, TEXT, "narrow"), cpu_seconds=0.0) == replace(expected, cpu_seconds=0.0)
     assert expected.training_losses[0] > expected.validation_loss
+
+
+@pytest.mark.virtual
+def test_moments_that_are_averaged_change_the_course_from_the_first_exchange_on(tiny_runs: None) -> None:
+    tiers.require("virtual")
+    own, others = (trained(SETTINGS[name], 2, 30, TEXT, "narrow") for name in (MOMENTS_AVERAGED, "islands, every 16 steps"))
+    assert own.validation_loss != others.validation_loss
+    assert own.inter_node_bytes == others.inter_node_bytes  # they cross beside the ledger
 
 
 @pytest.mark.virtual

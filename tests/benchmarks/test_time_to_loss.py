@@ -113,6 +113,26 @@ def test_the_tables_are_those_of_each_settings_best_rate(tmp_path: Path) -> None
     assert whole_runs(found).splitlines()[2:] == ["| lean | 10 Mbit/s | 32 | 5.5 | 5.3 | 2.000 |"]
 
 
+def test_an_incomplete_record_has_tables_of_what_is_there(tmp_path: Path) -> None:
+    record = record_of(tmp_path)
+    for seconds in record.step_seconds.values():
+        del seconds[MEANS]
+    del record.step_seconds["10mbit"][ZERO3]
+    assert [line.split(" | ")[0] for line in minutes_to_loss(Findings(record)).splitlines()[2:]] == ["| lean"]
+    assert step_seconds(Findings(record)).splitlines()[2] == "| ZeRO-3 | 1.00 | - |"
+    record.step_seconds.clear()
+    assert len(step_seconds(Findings(record)).splitlines()) == len(minutes_to_loss(Findings(record)).splitlines()) == 2
+    assert len(whole_runs(Findings(record)).splitlines()) == 2
+
+
+def test_points_must_fit_steps_and_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_to_loss, "enter_own_network", lambda argv: None)
+    words = ["losses", "--settings", LEAN, "--output", str(tmp_path / "out.json"), "--tokens-per-point"]
+    for points in ("1000", "4096000"):
+        assert time_to_loss.main([*words, points]) == time_to_loss.MISTAKE_EXIT_CODE
+        assert f"--tokens-per-point {points} must be a multiple of 2048, the tokens of the largest step, and" in capsys.readouterr().err
+
+
 def test_a_loss_is_had_where_the_line_between_evaluations_first_falls_to_it() -> None:
     curve = Curve(LEAN, 1e-3, "unlimited", [0, 10, 20, 30], [4.0, 3.0, 3.5, 2.0], [0.0] * 4)
     assert [step_with(curve, loss) for loss in (3.5, 3.0, 2.75, 2.0, 1.9)] == [5.0, 10.0, 25.0, 30.0, None]

@@ -143,7 +143,7 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
             lambda members: members["run"].update(loss_scaler={"scale": float("inf")}),
             "run.loss_scaler.scale must be a finite number, not Infinity",
         ),
-        (lambda members: members["run"].update(late_units="a"), "run.late_units must be"),
+        (lambda members: members["run"].update(late_parameters="a"), "run.late_parameters must be"),
         (lambda members: members["run"].pop("optimizer_steps"), "lacks run.optimizer_steps"),
         (lambda members: members.update(run={"x": 1}), "lacks run.scheduled_samples"),
         (lambda members: members["run"].pop("loss_scaler"), "lacks run.loss_scaler"),

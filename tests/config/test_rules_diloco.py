@@ -49,11 +49,6 @@ def test_every_node_is_an_island_and_outer_steps_begin_after_the_warmup(flags: s
             "what a rank updates; choose --zero-stage 1, 2 or 3.",
         ),
         (
-            "--diloco-sync-period 1 --diloco-overlap-steps 1",
-            "--diloco-overlap-steps 1 with --diloco-sync-period 1: a unit would be due while it is under way; choose --diloco-sync-period "
-            "2 or more, or leave --diloco-overlap-steps out.",
-        ),
-        (
             "--diloco-sync-period 8 --diloco-islands 2 --zero-quantized-weight-differences",
             "--zero-quantized-weight-differences adds differences to copies that it keeps between the nodes of an island, and "
             "--diloco-sync-period writes weights; leave it out, or give every node an island of its own by leaving --diloco-islands out.",

@@ -79,7 +79,7 @@ def test_exchanges_that_are_late_at_a_save_or_an_evaluation_end_as_without_them(
     flags = f"{COMMON} {ISLANDS} --diloco-overlap-steps 1 --zero-stage 3"
     saving = f"{EVALUATING} --save {tmp_path / 'saved'} --save-interval {SAVED_AT}"
     records = pretrain(ranks, 2, 2, f"{flags} {saving}", tmp_path / "run.jsonl")
-    late = [read_manifest(tmp_path / "saved" / f"iter_{step:07d}").run.get("late_units", []) for step in (SAVED_AT, END)]
+    late = [read_manifest(tmp_path / "saved" / f"iter_{step:07d}").run.get("late_parameters", []) for step in (SAVED_AT, END)]
     assert late[0] and not late[1]
     found = pretrain(ranks, 2, 2, f"{flags} {EVALUATING} --load {tmp_path / 'saved'} --ckpt-step {SAVED_AT}", tmp_path / "resumed.jsonl")
     assert losses(found) == losses(records)[SAVED_AT:] and validation_losses(found) == validation_losses(records)[1:]

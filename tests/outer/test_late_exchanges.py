@@ -34,6 +34,10 @@ def trained(member: Member, steps: int = STEPS) -> tuple[list[float], Tensor]:
     return losses, member.weights()
 
 
+def late_units(member: Member) -> list[str]:
+    return list(dict.fromkeys(name.partition(".")[0] for name in member.outer.late_parameters))
+
+
 def inner_weights(unit: OuterUnit) -> Tensor:
     return torch.cat([x.clone() for _, x in unit._pairs(unit.kept.values)])
 
@@ -49,7 +53,7 @@ def test_an_island_keeps_the_step_that_it_makes_meanwhile_and_adds_what_the_exch
             member.train(step)
             trained_to = inner_weights(unit)
             member.outer.step()
-            seen.append([trained_to, inner_weights(unit), torch.tensor(UNITS[1] in member.outer.late_units)])
+            seen.append([trained_to, inner_weights(unit), torch.tensor("1.1.weight" in member.outer.late_parameters)])
         return seen
 
     options = replace(EXACTLY, learning_rate=0.7)
@@ -81,7 +85,7 @@ def test_all_ranks_have_the_same_late_units_and_at_most_two() -> None:
         for step in range(8):
             member.train(step)
             member.outer.step()
-            late.append(member.outer.late_units)
+            late.append(late_units(member))
         return late
 
     for options, most in ((IN_3_BITS, 2), (replace(IN_3_BITS, is_staggered=False), 2)):
@@ -108,7 +112,7 @@ def test_others_that_are_due_with_the_late_ones_are_waited_for() -> None:
 def test_means_are_not_late() -> None:
     def program(member: Member) -> tuple[list[str], Tensor]:
         trained(member, 3)
-        return member.outer.late_units, member.weights()
+        return late_units(member), member.weights()
 
     late = run_islands(2, 2, program, options=replace(IN_3_BITS, start_iteration=3))
     in_time = run_islands(2, 2, program, options=replace(IN_3_BITS, start_iteration=3, overlap_steps=0))
@@ -150,9 +154,9 @@ def test_an_evaluation_reads_the_same_weights_everywhere_and_changes_no_bit() ->
 def test_at_the_end_nothing_is_late_and_all_islands_have_the_same_weights(is_staggered: bool) -> None:
     def program(member: Member) -> tuple[Tensor, list[str]]:
         trained(member, 8)
-        assert member.outer.late_units
+        assert late_units(member)
         member.outer.take_means()
-        return member.weights(), member.outer.late_units
+        return member.weights(), late_units(member)
 
     found = run_islands(2, 2, program, BF16, replace(IN_3_BITS, is_staggered=is_staggered))
     assert all(torch.equal(weights, found[0][0]) and late == [] for weights, late in found)
@@ -163,8 +167,37 @@ def test_closing_waits_for_what_is_late_and_every_exchange_is_counted_once() -> 
         trained(member, 8)
         member.outer.close()
         member.engine.finish_updates()
-        assert member.outer.late_units == []
+        assert late_units(member) == []
         return member.engine.links.ledger.total(Category.OUTER).inter_bytes
 
     late, in_time = (run_islands(2, 2, program, BF16, replace(IN_3_BITS, overlap_steps=overlap)) for overlap in (1, 0))
     assert late == in_time
+
+
+def test_closing_within_a_step_or_after_the_engine_ends_what_is_late() -> None:
+    def program(member: Member, *, closes_engine: bool) -> tuple[bool, list[str]]:
+        trained(member, 8)
+        if closes_engine:
+            member.engine.close()
+        else:
+            member.engine.backward(loss_of(member.engine.module, samples(8, member.outer.data_rank).bfloat16()))
+        member.outer.close()
+        return member.engine.is_joined, late_units(member)
+
+    for closes_engine in (True, False):
+        assert run_islands(2, 2, partial(program, closes_engine=closes_engine), BF16, IN_3_BITS) == [(False, [])] * 4
+
+
+def test_after_an_error_of_an_update_outer_steps_are_closed_all_the_same() -> None:
+    def program(member: Member) -> bool:
+        trained(member, 8)
+
+        def fails() -> None:
+            raise ArithmeticError
+
+        member.engine.write_before_use(member.engine.trained[0], fails)
+        with pytest.raises(ArithmeticError):
+            member.outer.close()
+        return member.engine.is_joined
+
+    assert run_islands(2, 1, program, BF16, IN_3_BITS) == [False, False]

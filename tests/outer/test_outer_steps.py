@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
-from harness.islands import RATE, UNITS, Member, loss_of, run_islands, samples, small_module, weights_of
+from harness.islands import RATE, UNITS, WIDTH, Member, loss_of, run_islands, samples, small_module, weights_of
 from harness.small_engine import random_pauses
 from torch import Tensor, nn
 
@@ -183,6 +183,27 @@ def test_at_the_end_all_islands_can_take_the_mean_of_what_they_have_learned_and_
     assert torch.equal(first[1], second[1])
     torch.testing.assert_close(first[1], (first[0] + second[0]) / 2, rtol=0, atol=2**-23)
     torch.testing.assert_close(first[2], first[1], rtol=0, atol=2**-23)
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 1])
+def test_means_that_follow_an_exchange_at_once_are_those_of_its_weights(overlap_steps: int) -> None:
+    """The exchange is under way when the means are taken."""
+
+    def program(member: Member, *, waits: bool) -> tuple[Tensor, Traffic]:
+        for step in range(4):
+            member.train(step)
+            member.outer.step()
+        if waits:
+            member.outer.check_open()
+        member.outer.take_means()
+        return member.weights(), member.engine.links.ledger.total(Category.OUTER)
+
+    options = replace(IN_3_BITS, is_staggered=False, overlap_steps=overlap_steps)
+    expected = run_islands(2, 2, partial(program, waits=True), options=options)
+    for pause in (None, random_pauses(1)):
+        found = run_islands(2, 2, partial(program, waits=False), options=options, pause=pause)
+        for (weights, traffic), (expected_weights, expected_traffic) in zip(found, expected, strict=True):
+            assert torch.equal(weights, expected_weights) and traffic == expected_traffic
 
 
 def test_a_second_call_after_one_step_does_nothing() -> None:
@@ -444,6 +465,23 @@ def test_an_island_skips_a_step_for_itself_and_exchanges_what_is_due_all_the_sam
     assert {iteration for iteration, _, _ in found} == {8}
     assert all(torch.equal(weights, found[0][2]) for _, _, weights in found)
     assert all(weights.isfinite().all() for _, _, weights in found)
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 1])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_of_an_island_climb_alike_also_where_one_has_no_element_of_a_unit(stage: int, overlap_steps: int) -> None:
+    """The first and the last unit are all on the first rank. After a step that is skipped weights are not stale."""
+
+    def program(member: Member) -> Tensor:
+        for step in range(9):
+            member.train(step, spoils=step in (4, 5) and member.outer.island == 1)
+            member.outer.step()
+        assert (member.outer.units[0] is None) == (member.outer.units[-1] is None) == (member.engine.rank == 1)
+        return outer_weights(member)
+
+    module = nn.Sequential(nn.LayerNorm(WIDTH), *small_module())
+    found = run_islands(2, 2, program, EngineOptions(POLICIES[stage]), replace(IN_3_BITS, overlap_steps=overlap_steps), module=module)
+    assert all(torch.equal(weights, found[0]) for weights in found)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -67,6 +67,7 @@ class OuterPlan:
         - Forward is a third of the computation of one micro-batch, and a unit's share of it that of its elements. The look-up of the first
           unit takes no time.
         - With an overlap the last ones hide behind the whole next step.
+        - Updates on the host that come early, because an exchange needs them, take no more time than in the next forward.
         - The codes take no time, and a step of islands of several nodes sends nothing over their link meanwhile.
         """
         exposed = sum(self._exposed(units, step, step.computing / microbatches / 3, machine) for units in self.due)
