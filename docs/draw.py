@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.drawing import house, islands, lanes, memory, payload, quickstart, rungs, speedup, trace, unit_life
+from docs.drawing import house, islands, lanes, memory, payload, quickstart, rungs, speedup, time_to_loss, trace, unit_life
 from docs.drawing.canvas import THEMES, Canvas, Theme
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
@@ -21,6 +21,7 @@ PICTURES: dict[str, Callable[[Theme], Canvas]] = {
     "quickstart": quickstart.draw,
     "rungs": rungs.draw,
     "speedup": speedup.draw,
+    "time_to_loss": time_to_loss.draw,
     "trace": trace.draw,
     "unit_life": unit_life.draw,
 }

@@ -36,6 +36,9 @@ from benchmarks.report import in_table
 from benchmarks.slow_links.analysis import Rated, analyse, ratio_of_seconds
 from benchmarks.slow_links.configurations import ALL, DEEPSPEEDS, FSDP2, LEAN, SETS, ZERO3, Workload
 from benchmarks.slow_links.record import Record
+from benchmarks.time_study import report as time_report
+from benchmarks.time_study.analysis import Findings
+from benchmarks.time_study.record import Record as TimeRecord
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
@@ -186,6 +189,11 @@ def beside_deepspeed() -> str:
     return in_table(["DeepSpeed's configuration", "link of a node", "bytes", *names, "gloo's part", "ZeRO-3 without it"], lines, words=2)
 
 
+@cache
+def findings() -> Findings:
+    return Findings(TimeRecord.stored(FOLDER / "time_to_loss.json"))
+
+
 # ---- Loss and codes
 
 
@@ -315,6 +323,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "slow_links_parts": parts_of_the_speedup,
     "slow_links_bytes": models_into_a_node,
     "beside_deepspeed": beside_deepspeed,
+    "minutes_to_loss": lambda: time_report.minutes_to_loss(findings()),
+    "loss_by_tokens": lambda: time_report.loss_by_tokens(findings()),
+    "step_seconds": lambda: time_report.step_seconds(findings()),
+    "whole_runs": lambda: time_report.whole_runs(findings()),
     "loss": partial(losses, "loss_parity"),
     "loss_islands": partial(losses, "loss_islands"),
     "loss_wide": partial(losses, "loss_parity_wide"),

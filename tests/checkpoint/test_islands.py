@@ -140,9 +140,9 @@ def test_a_run_whose_exchanges_are_in_time_ends_those_that_were_late_at_the_save
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_a_load_forgets_what_was_late_before_it(with_optimizer: bool, tmp_path: Path) -> None:
     def program(member: Member, *, trains_on: bool) -> tuple[Tensor, ...]:
-        steps(member, 0, 3)
+        steps(member, 0, 4)  # the last two units are late
         save(member.engine, tmp_path, outer=member.outer, keep_last=1)
-        steps(member, 3, STOP if trains_on else 3)
+        steps(member, 4, STOP if trains_on else 4)
         load(member.engine, tmp_path, outer=member.outer, with_optimizer=with_optimizer)
         member.outer.take_means()
         return state(member)
