@@ -26,7 +26,7 @@ def loss_by_tokens(found: Findings) -> str:
 
 
 def minutes_to_loss(found: Findings) -> str:
-    """Minutes and tokens until each setting has the lowest loss of lean, by the rate of the link."""
+    """Minutes and tokens until each setting has the lowest loss that all of the shortest runs have, by the rate of the link."""
     rows = []
     for setting in found.timed:
         step = step_with(found.record.best_curve(setting.name), found.target)

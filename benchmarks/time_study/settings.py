@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.slow_links.configurations import ALL, FSDP2, LEAN, ZERO3, Workload
@@ -18,6 +18,7 @@ WARMUP_STEPS = 16  # of the smallest batch; larger ones see as many samples
 WHOLE_NODES = "--zero-stage 2"  # with one rank per node, stage 3 would gather weights that the rank has
 LEAN_FLAGS = f"{WHOLE_NODES} --zeropp lean"
 NEVER = 1_000_000
+RATES = (2.5e-4,)  # the best of lean and of islands with H = 16, which were trained with its half or double, too
 MEANS = "islands, plain means"
 
 
@@ -43,7 +44,7 @@ class Setting:
     batch: int = 1
     period: int = 1
     length: int = 1
-    learning_rates: tuple[float, ...] = (5e-4,)
+    learning_rates: tuple[float, ...] = RATES
 
     @property
     def has_islands(self) -> bool:
@@ -67,9 +68,10 @@ class Setting:
         return [*self.workload(world).flags(ZERO3), *OPTIMIZER.split(), *self.flags.split(), *more.split()]
 
 
-def _islands(period: int, learning_rates: Sequence[float]) -> Setting:
-    flags = f"{WHOLE_NODES} --diloco-sync-period {period}"
-    return Setting(f"islands, H = {period}", flags, period=period, length=2, learning_rates=tuple(learning_rates))
+def _islands(period: int, learning_rates: tuple[float, ...] = RATES, *, is_late: bool = False) -> Setting:
+    flags = f"{WHOLE_NODES} --diloco-sync-period {period} --diloco-overlap-steps {int(is_late)}"
+    name = f"islands, H = {period}" + ", one step late" * is_late
+    return Setting(name, flags, period=period, length=2, learning_rates=learning_rates)
 
 
 SETTINGS = {
@@ -78,11 +80,12 @@ SETTINGS = {
         Setting(FSDP2),
         Setting(ZERO3),
         Setting(ALL, "--zeropp paper"),
-        Setting(LEAN, LEAN_FLAGS, learning_rates=(2.5e-4, 5e-4, 1e-3)),
+        Setting(LEAN, LEAN_FLAGS, learning_rates=(1.25e-4, 2.5e-4, 5e-4)),
         Setting(f"{LEAN}, 4 x the batch", LEAN_FLAGS, batch=4, length=2, learning_rates=(5e-4, 1e-3)),
         Setting(f"{LEAN}, 8 x the batch", LEAN_FLAGS, batch=8, length=2, learning_rates=(5e-4, 1e-3)),
-        _islands(8, (5e-4,)),
-        _islands(16, (2.5e-4, 5e-4, 1e-3)),
-        _islands(32, (5e-4,)),
+        _islands(8),
+        _islands(16, (1.25e-4, 2.5e-4, 5e-4)),
+        _islands(16, is_late=True),
+        _islands(32),
     )
 }

@@ -21,8 +21,8 @@ class OuterOptions:
     rate's warm-up: momentum that has seen a warm-up alone throws the model away.
     gradient_code: in which outer gradients cross. What it loses is lost, so by default it has no bias (two rounds of rotation).
     difference_code: in which changes of the outer weights cross. What it loses is a part of the next change.
-    overlap_steps: 0 or 1. With 1 an exchange is under way during the next inner step, too; then the island adds what the exchange has
-    changed, and keeps that step. At most two units are late so; of more that are due together, the others are waited for.
+    overlap_steps: 0 or 1. With 1 an exchange is under way during the next inner step, too, and the island keeps what it learns in it. At
+    most two units are late; if more are due together, the others are waited for.
     is_staggered: whether units take turns, so that every inner step moves about 1/H of the model (arXiv 2501.18512). Otherwise all are due
     in the same step.
     Raises UserError for numbers out of range.

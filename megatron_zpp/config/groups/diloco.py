@@ -69,7 +69,6 @@ class DilocoConfig:
         help="All units are exchanged after the same iteration. By default units take turns, so that every iteration sends about as much.",
         needs=needs("diloco_sync_period"),
     )
-
     diloco_overlap_steps: int = flag(
         0,
         help="1: an exchange is under way during the next iteration, too, and the island keeps what it learns in it. For links with a long "
