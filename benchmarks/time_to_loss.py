@@ -21,22 +21,21 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from benchmarks.loss_study.text import library_text
 from benchmarks.report import ROOT, origin
 from benchmarks.slow_links.configurations import Workload
+from benchmarks.slow_links.program import end_by_exceptions, exit_code_of
 from benchmarks.slow_links.session import Session
 from benchmarks.time_study.analysis import Findings
 from benchmarks.time_study.record import Curve, Record
 from benchmarks.time_study.report import TABLES
 from benchmarks.time_study.settings import MODEL, SAMPLES_PER_RANK, SETTINGS, SMOKE_MODEL, Setting
 from testbed.rates import UNLIMITED, Rate
-from testbed.sandbox import CannotIsolate, enter_own_network
+from testbed.sandbox import enter_own_network
 
 NODES, RANKS_PER_NODE = 2, 1
 PARTS = ("losses", "seconds", "whole", "report")
@@ -47,27 +46,17 @@ TOKENS_PER_POINT = 32_768  # two steps of the largest
 HELD_OUT_SAMPLES = 64
 SECONDS = 4.0
 SMOKE = {"model": SMOKE_MODEL, "tokens": 2048, "tokens_per_point": 1024, "rates": ["unlimited", "200mbit"], "seconds": 0.1}
-MISTAKE_EXIT_CODE = 2
-FAILURE_EXIT_CODE = 1
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    try:
-        return _run(options, arguments)
-    except (ValueError, OSError, CannotIsolate) as error:
-        print(f"time_to_loss.py: error: {error}", file=sys.stderr)
-        return MISTAKE_EXIT_CODE
-    except RuntimeError as error:
-        print(f"time_to_loss.py: failed: {error}", file=sys.stderr)
-        return FAILURE_EXIT_CODE
+    return exit_code_of("time_to_loss.py", lambda: _run(options, arguments))
 
 
-def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+def _run(options: argparse.Namespace, arguments: list[str]) -> None:
     if set(options.parts) != {"report"}:
         enter_own_network(["-m", "benchmarks.time_to_loss", *arguments])
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _leave)
+        end_by_exceptions()
         study = Study(options, arguments)
         session = Session(study.world, [])
         try:
@@ -79,7 +68,6 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if "report" in options.parts:
         found = Findings(Record.stored(options.output))
         print("\n\n".join(table(found) for table in TABLES))
-    return 0
 
 
 class Study:
@@ -155,9 +143,16 @@ class Study:
             session.drop(timed.name)
 
 
+def _part(word: str) -> str:
+    """A part by its name. `choices` would refuse the default, which is all of them."""
+    if word not in PARTS:
+        raise argparse.ArgumentTypeError(f"{word} is none of {', '.join(PARTS)}")
+    return word
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("parts", nargs="*", choices=PARTS, metavar="PART", default=PARTS, help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("parts", nargs="*", type=_part, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME", help=", ".join(SETTINGS))
     parser.add_argument("--learning-rates", nargs="+", type=float, metavar="RATE", help="instead of those that each setting names")
     parser.add_argument(
@@ -182,11 +177,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if options.output is None:
         options.output = ROOT / "runs" / ("smoke_time_to_loss.json" if options.smoke else "time_to_loss.json")
     return options
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    """Ends by an exception, so that the ranks are ended too."""
-    raise RuntimeError(f"ended by {signal.Signals(number).name}; the same command goes on after the last finished part")
 
 
 if __name__ == "__main__":

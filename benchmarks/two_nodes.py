@@ -15,10 +15,8 @@ Writes OUTPUT.json round by round, OUTPUT.md and OUTPUT.png. If it is interrupte
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from benchmarks.report import ROOT, origin
 from benchmarks.slow_links.analysis import analyse
@@ -26,30 +24,22 @@ from benchmarks.slow_links.chart import draw
 from benchmarks.slow_links.configurations import DEFAULT_MODEL, OURS, PEERS, SMOKE_MODEL, Workload
 from benchmarks.slow_links.measurement import Plan, measure, smallest_hop
 from benchmarks.slow_links.peers import peers_named
+from benchmarks.slow_links.program import end_by_exceptions, exit_code_of
 from benchmarks.slow_links.record import Record
 from benchmarks.slow_links.report import markdown
 from benchmarks.slow_links.session import Session
 from testbed.rates import Rate
-from testbed.sandbox import CannotIsolate, enter_own_network
+from testbed.sandbox import enter_own_network
 
 SMOKE = {"model": SMOKE_MODEL, "rate": ["unlimited", "200mbit"], "rounds": 1, "seconds": 0.5}
-MISTAKE_EXIT_CODE = 2
-FAILURE_EXIT_CODE = 1
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    try:
-        return _run(options, arguments)
-    except (ValueError, OSError, CannotIsolate) as error:
-        print(f"two_nodes.py: error: {error}", file=sys.stderr)
-        return MISTAKE_EXIT_CODE
-    except RuntimeError as error:
-        print(f"two_nodes.py: failed: {error}", file=sys.stderr)
-        return FAILURE_EXIT_CODE
+    return exit_code_of("two_nodes.py", lambda: _run(options, arguments))
 
 
-def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+def _run(options: argparse.Namespace, arguments: list[str]) -> None:
     workload = Workload(
         options.nodes, options.ranks_per_node, options.model, options.micro_batch_size, options.gradient_accumulation, options.flags.split()
     )
@@ -62,12 +52,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         enter_own_network(["-m", "benchmarks.two_nodes", *arguments])
         _measure(workload, Plan(names, rates, options.rounds, options.seconds, options.profile), record, arguments)
     _report(record, workload, options.output)
-    return 0
 
 
 def _measure(workload: Workload, plan: Plan, record: Record, arguments: list[str]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    end_by_exceptions()
     record.made_by(origin("two_nodes", arguments))
     session = Session(workload, plan.names)
     try:
@@ -140,11 +128,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         peers = "" if options.peers == ["fsdp2"] else "_deepspeed"
         options.output = folder / f"two_nodes_{options.nodes}x{options.ranks_per_node}{accumulation}{peers}"
     return options
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    """Ends by an exception, so that the ranks are ended too."""
-    raise RuntimeError(f"ended by {signal.Signals(number).name}; the same command continues after the last finished round")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,10 @@ class Rate:
     def bytes_per_second(self) -> float:
         return self.bits_per_second / 8
 
+    @property
+    def in_words(self) -> str:
+        return str(self).replace("mbit", " Mbit/s")
+
     def __str__(self) -> str:
         return f"{self.bits_per_second / 1e6:g}mbit" if self.is_limited else UNLIMITED_WORDS[0]
 

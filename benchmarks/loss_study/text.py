@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.report import ROOT
 
@@ -48,6 +48,16 @@ class Text:
     def held_out(self) -> tuple[Tensor, Tensor]:
         """tokens [held_out, length] and labels [held_out, length]."""
         return self._held_out[:-1].view(-1, self._length), self._held_out[1:].view(-1, self._length)
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, at_once: int) -> float:
+    """The mean loss of samples [samples, length], nats per byte. at_once: samples in one forward."""
+    total = 0.0
+    for first in range(0, len(tokens), at_once):
+        rows = slice(first, first + at_once)
+        total += model(tokens[rows], labels[rows], first_sample=0).double().sum().item()
+    return total / tokens.numel()
 
 
 def library_text(work_dir: Path) -> Path:

@@ -8,13 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.loss_study.settings import Setting
-from benchmarks.loss_study.text import VOCABULARY, Text
+from benchmarks.loss_study.text import VOCABULARY, Text, mean_loss
 from benchmarks.loss_study.turns import InlineLanes, TurnWorld
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Ledger
@@ -180,11 +179,10 @@ class _Rank:
     def _node_bytes(self) -> int:
         return self._ledger.inter_node_bytes(self._ledger.total(Category.WEIGHTS, Category.GRADIENTS, Category.OUTER))
 
-    @torch.no_grad()
     def _held_out_loss(self) -> float:
         """The mean loss of this rank's share of the held-out samples; all shares are equal."""
         tokens, labels = self._text.held_out()
-        return _mean_loss(self._model, tokens[self._own_rows(tokens)], labels[self._own_rows(labels)])
+        return mean_loss(self._model, tokens[self._own_rows(tokens)], labels[self._own_rows(labels)], EVALUATED_TOGETHER)
 
     def _own_rows(self, rows: Tensor) -> slice:
         share = len(rows) // self._ranks
@@ -199,19 +197,10 @@ class _Rank:
 
 def _average_moments(outer: OuterSteps) -> None:
     """Gives all islands the mean of the moments of the units that are due, exactly."""
-    engine = outer.engine
-    is_due = outer.options.is_due([unit.layout.numel for unit in engine.trained], engine.iteration)
-    for moments in (moments for moments, is_due_now in zip(engine.optimizer.moments, is_due, strict=True) if is_due_now):
-        for values in moments.values():
+    moments = outer.engine.optimizer.moments
+    for index in outer.due:
+        for values in moments[index].values():
             values.copy_(outer.links.backend.gather_world(values.clone())[:, 0].mean(dim=0))
-
-
-def _mean_loss(model: Any, tokens: Tensor, labels: Tensor) -> float:
-    total = 0.0
-    for first in range(0, len(tokens), EVALUATED_TOGETHER):
-        rows = slice(first, first + EVALUATED_TOGETHER)
-        total += model(tokens[rows], labels[rows], first_sample=0).double().sum().item()
-    return total / tokens.numel()
 
 
 @torch.no_grad()
@@ -220,4 +209,4 @@ def _exported_loss(config: Config, text: Text, ranks: list[_OfRank]) -> float:
     for rank in ranks:
         for name, first, values in rank.main_weights:
             model.get_parameter(name).view(-1)[first : first + len(values)] = values
-    return _mean_loss(model, *text.held_out())
+    return mean_loss(model, *text.held_out(), EVALUATED_TOGETHER)

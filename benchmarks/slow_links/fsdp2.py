@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.loss_study.text import mean_loss
 from benchmarks.slow_links.batches import Batches, microbatches, same_batches
-from benchmarks.slow_links.ours import LearningRates, mean_loss
+from benchmarks.slow_links.ours import EVALUATED_TOGETHER, LearningRates
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import OptimizerConfig
@@ -69,7 +70,7 @@ class Fsdp2Training:
 
     def mean_loss(self, tokens: Tensor, labels: Tensor) -> float:
         """The mean loss of samples [samples, length]. Every rank needs as many."""
-        return mean_loss(self._model, tokens, labels)
+        return mean_loss(self._model, tokens, labels, EVALUATED_TOGETHER)
 
     def node_bytes(self) -> dict[str, int]:
         """Empty: FSDP2 does not count bytes."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.loss_study.text import mean_loss
 from benchmarks.slow_links.batches import Batches, microbatches, same_batches
 from benchmarks.slow_links.stopwatch import StopwatchLanes
 from megatron_zpp.comm.ledger import Category
@@ -84,7 +84,7 @@ class OurTraining:
     def mean_loss(self, tokens: Tensor, labels: Tensor) -> float:
         """The mean loss of samples [samples, length]; of islands, with the weights that all share."""
         with nullcontext() if self._outer is None else self._outer.outer_weights():
-            return mean_loss(self._model, tokens, labels)
+            return mean_loss(self._model, tokens, labels, EVALUATED_TOGETHER)
 
     def node_bytes(self) -> dict[str, int]:
         """Bytes that entered this rank's node since the start, by the ledger. promised: what tables of bytes count; control: the rest."""
@@ -112,12 +112,3 @@ class LearningRates:
         rate = self._schedule.learning_rate(self._samples)
         self._samples += self._samples_per_step
         return rate
-
-
-@torch.no_grad()
-def mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> float:
-    """The mean loss of samples [samples, length]."""
-    total = 0.0
-    for rows in (slice(first, first + EVALUATED_TOGETHER) for first in range(0, len(tokens), EVALUATED_TOGETHER)):
-        total += model(tokens[rows], labels[rows], first_sample=0).double().sum().item()
-    return total / tokens.numel()

@@ -1,1 +1,0 @@
-"""The parts of benchmarks/time_to_loss.py."""

@@ -9,10 +9,6 @@ from benchmarks.time_study.settings import SETTINGS
 from testbed.rates import Rate
 
 
-def in_words(rate: Rate) -> str:
-    return str(rate).replace("mbit", " Mbit/s")
-
-
 def loss_by_tokens(found: Findings) -> str:
     """Loss after equal tokens: a quarter, half and all of those of the shortest runs, and as many again."""
     lean = SETTINGS[LEAN]
@@ -35,7 +31,7 @@ def minutes_to_loss(found: Findings) -> str:
             continue
         minutes = [f"{found.seconds(setting, rate, step) / 60:.1f}" for rate in found.rates]
         rows.append([setting.name, f"{found.tokens(setting, step) / 1e6:.2f}M", *minutes])
-    return in_table([f"to a loss of {found.target:.3f}", "tokens", *map(in_words, found.rates)], rows)
+    return in_table([f"to a loss of {found.target:.3f}", "tokens", *(rate.in_words for rate in found.rates)], rows)
 
 
 def step_seconds(found: Findings) -> str:
@@ -43,14 +39,14 @@ def step_seconds(found: Findings) -> str:
     of_rates = [found.record.step_seconds[str(rate)] for rate in found.rates]
     names = dict.fromkeys(name for seconds in of_rates for name in seconds)
     rows = [[name, *(f"{seconds[name]:.2f}" if name in seconds else "-" for seconds in of_rates)] for name in names]
-    return in_table(["seconds of a step", *map(in_words, found.rates)], rows)
+    return in_table(["seconds of a step", *(rate.in_words for rate in found.rates)], rows)
 
 
 def whole_runs(found: Findings) -> str:
     """Whole runs over a limited link, beside what steps and their time give."""
     rows = []
     for curve, composed in found.whole_runs():
-        measured, words = curve.seconds[-1], in_words(Rate.parse(curve.rate))
+        measured, words = curve.seconds[-1], Rate.parse(curve.rate).in_words
         rows.append([curve.setting, words, str(curve.steps[-1]), f"{measured / 60:.1f}", f"{composed / 60:.1f}", f"{curve.losses[-1]:.3f}"])
     return in_table(["whole run", "link", "steps", "minutes", "steps x seconds of a step, minutes", "loss"], rows, words=2)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.drawing.canvas import Canvas, Theme
+from testbed.rates import Rate
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "step_trace.json"
 LANES = {
@@ -26,7 +27,7 @@ def recorded() -> dict[str, Any]:
 
 def draw(theme: Theme) -> Canvas:
     found = recorded()
-    steps, rate = found["steps"], found["rate"].replace("mbit", " Mbit/s")
+    steps, rate = found["steps"], Rate.parse(found["rate"]).in_words
     group = (1 + len(LANES)) * ROW + GAP
     canvas = Canvas(LEFT + WIDTH + 30, TOP + len(steps) * group, theme, "One step of rank 0 over a slow link, by member of the family")
     canvas.text(14, 24, f"One step of one rank, recorded: two nodes with a link of {rate}", size=15, bold=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.drawing.canvas import Canvas, Theme
+from testbed.rates import Rate
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "two_nodes_2x2.json"
 RUNS = {"FSDP2": "PyTorch FSDP2", "ZeRO-3": "ZeRO-3", "ZeRO++": "ZeRO++", "lean": "lean"}
@@ -38,7 +39,7 @@ def draw(theme: Theme) -> Canvas:
     canvas.text(LEFT + WIDTH, 52, "CPU ranks, two per node", size=12, fill=theme.faint, anchor="end")
     for index, (rate, by_run) in enumerate(found.items()):
         y = TOP + index * group
-        canvas.text(LEFT - 12, y + 2 * BAR + 4, rate.replace("mbit", " Mbit/s"), size=13, anchor="end")
+        canvas.text(LEFT - 12, y + 2 * BAR + 4, Rate.parse(rate).in_words, size=13, anchor="end")
         for place, run in enumerate(RUNS):
             gain = by_run[run]
             canvas.rect(LEFT, y + place * BAR, max(1.0, WIDTH * gain / best), BAR - 3, fill=colours[run])

@@ -9,7 +9,6 @@ from pathlib import Path
 from benchmarks.slow_links.configurations import ALL, FSDP2, LEAN, ZERO3
 from benchmarks.time_study.analysis import Findings
 from benchmarks.time_study.record import Record
-from benchmarks.time_study.report import in_words
 from benchmarks.time_study.settings import SETTINGS
 from docs.drawing.canvas import Canvas, Theme
 
@@ -41,7 +40,7 @@ def draw(theme: Theme) -> Canvas:
     axes = Axes([point for of_rate in curves for curve in of_rate for point in curve])
     for index, (rate, of_rate) in enumerate(zip(rates, curves, strict=True)):
         left = LEFT + index * (WIDE + GAP)
-        _panel(canvas, axes, left, in_words(rate), with_losses=index == 0)
+        _panel(canvas, axes, left, rate.in_words, with_losses=index == 0)
         for name, curve in zip(shown, of_rate, strict=True):
             line = [axes.place(left, *point) for point in curve]
             canvas.line(line, stroke=colours[name], width=2.2, dashes=_dashes(name))

@@ -44,6 +44,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.ops.gaussian_reference import LEVELS, THRESHOLDS
+from testbed.rates import Rate
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -133,7 +134,7 @@ def factor(value: float | None) -> str:
 
 
 def rate_in_words(rate: str) -> str:
-    return rate.replace("mbit", " Mbit/s")
+    return Rate.parse(rate).in_words
 
 
 def speedups(world: str) -> str:

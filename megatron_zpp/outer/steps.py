@@ -91,9 +91,13 @@ class OuterSteps:
         self._check_between_steps()
         if self._exchanged == self.engine.iteration:
             return
+        self.exchange(self.due, takes_means=self.options.takes_means(self.engine.iteration))
+
+    @property
+    def due(self) -> list[int]:
+        """The units that are exchanged after as many inner steps as are done, by number."""
         is_due = self.options.is_due([unit.layout.numel for unit in self.engine.trained], self.engine.iteration)
-        due = [index for index, is_due_now in enumerate(is_due) if is_due_now]
-        self.exchange(due, takes_means=self.options.takes_means(self.engine.iteration))
+        return [index for index, is_due_now in enumerate(is_due) if is_due_now]
 
     def take_means(self) -> None:
         """Gives every island the mean of the inner weights of all, as at the end of a run: what they have learned since they last agreed.

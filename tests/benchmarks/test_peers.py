@@ -31,6 +31,7 @@ from benchmarks.slow_links.configurations import (
 )
 from benchmarks.slow_links.deepspeed_zero3 import PACKAGE, DeepSpeedTraining
 from benchmarks.slow_links.peers import peers_named
+from benchmarks.slow_links.program import MISTAKE_EXIT_CODE
 from benchmarks.slow_links.record import Record
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
@@ -84,7 +85,7 @@ def test_without_deepspeed_its_peer_is_refused_before_anything_starts(
     monkeypatch.setitem(sys.modules, PACKAGE, None)
     monkeypatch.setattr(two_nodes, "enter_own_network", lambda words: pytest.fail("a network was made"))
     code = two_nodes.main(["--peers", "fsdp2", word, "--smoke", "--output", str(tmp_path / "smoke")])
-    assert code == two_nodes.MISTAKE_EXIT_CODE
+    assert code == MISTAKE_EXIT_CODE
     assert "--peers deepspeed needs the package deepspeed, which is not installed" in capsys.readouterr().err
 
 

@@ -17,6 +17,7 @@ from benchmarks import time_to_loss
 from benchmarks.loss_study.text import Text
 from benchmarks.slow_links.batches import text_batches
 from benchmarks.slow_links.configurations import ALL, LEAN, ZERO3, Workload
+from benchmarks.slow_links.program import MISTAKE_EXIT_CODE
 from benchmarks.time_study.analysis import Findings, loss_at, step_with
 from benchmarks.time_study.record import Curve, Record
 from benchmarks.time_study.report import loss_by_tokens, minutes_to_loss, step_seconds, whole_runs
@@ -129,7 +130,7 @@ def test_points_must_fit_steps_and_runs(capsys: pytest.CaptureFixture[str], tmp_
     monkeypatch.setattr(time_to_loss, "enter_own_network", lambda argv: None)
     words = ["losses", "--settings", LEAN, "--output", str(tmp_path / "out.json"), "--tokens-per-point"]
     for points in ("1000", "4096000"):
-        assert time_to_loss.main([*words, points]) == time_to_loss.MISTAKE_EXIT_CODE
+        assert time_to_loss.main([*words, points]) == MISTAKE_EXIT_CODE
         assert f"--tokens-per-point {points} must be a multiple of 2048, the tokens of the largest step, and" in capsys.readouterr().err
 
 
@@ -155,10 +156,19 @@ def test_whole_runs_need_the_losses_of_their_setting(tmp_path: Path) -> None:
         Record(tmp_path / "record.json", SUBJECT, ORIGIN).best_curve(LEAN)
 
 
+def test_without_a_part_all_are_measured_and_a_smoke_test_has_a_file_of_its_own() -> None:
+    everything, smoke, report = (time_to_loss._parse(words) for words in ([], ["--smoke"], ["report"]))
+    assert everything.parts == smoke.parts == list(time_to_loss.PARTS) and report.parts == ["report"]
+    assert everything.settings == list(SETTINGS) and everything.output != smoke.output
+
+
 def test_a_setting_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         time_to_loss.main(["losses", "--settings", "fastest"])
     assert "invalid choice: 'fastest'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        time_to_loss.main(["loss"])
+    assert "loss is none of losses, seconds, whole, report" in capsys.readouterr().err
 
 
 @pytest.mark.long
