@@ -4,6 +4,8 @@
     python -m benchmarks.loss_parity --groups first --seeds 9 10 11 12
     python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8
     python -m benchmarks.loss_parity --model islands --groups islands --train-iters 400
+    python -m benchmarks.loss_parity --model islands-wide --groups islands-by-rate --train-iters 1024 --seeds 1
+    python -m benchmarks.loss_parity --model islands-wide --groups islands-by-rate --train-iters 1024 --settings ZeRO-3 --seeds 2 3
     python -m benchmarks.loss_parity --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one
@@ -25,18 +27,19 @@ import torch
 from benchmarks.loss_study.gaps import gaps_of
 from benchmarks.loss_study.record import Record
 from benchmarks.loss_study.report import draw, table
-from benchmarks.loss_study.settings import GROUPS, plain_of
+from benchmarks.loss_study.settings import GROUPS, SETTINGS, plain_of
 from benchmarks.loss_study.text import Text, library_text
 from benchmarks.loss_study.training import HELD_OUT_SAMPLES, MODELS, SEQ_LENGTH, common_flags, trained
 from benchmarks.report import machine_text, origin
 from megatron_zpp.ops import extension
 
 MISTAKE_EXIT_CODE = 2
-QUANTIZED = [group for group in GROUPS if group != "islands"]  # islands have a model of their own
+QUANTIZED = [group for group in GROUPS if "islands" not in group]  # islands have models of their own
 OUTPUTS = {
     "narrow": "benchmarks/results/loss_parity.json",
     "wide": "benchmarks/results/loss_parity_wide.json",
     "islands": "benchmarks/results/loss_islands.json",
+    "islands-wide": "benchmarks/results/loss_islands_wide.json",
 }
 
 
@@ -60,7 +63,7 @@ def _run(args: argparse.Namespace, arguments: list[str]) -> int:
     flags = common_flags(args.train_iters, args.model)
     subject = {"flags": flags, "text_sha256": text.sha256, "held_out_samples": HELD_OUT_SAMPLES}
     record = Record(output, subject, made)
-    settings = [setting for group in args.groups for setting in GROUPS[group]]
+    settings = [setting for group in args.groups for setting in GROUPS[group] if args.settings is None or setting.name in args.settings]
     for seed in [] if args.report_only else args.seeds:
         for setting in dict.fromkeys([*map(plain_of, settings), *settings]):
             if not record.has(setting.name, seed):
@@ -79,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     groups = "; ".join(f"{name}: {', '.join(setting.name for setting in group)}" for name, group in GROUPS.items())
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=QUANTIZED, metavar="GROUP", help=groups.replace("%", "%%"))
-    parser.add_argument("--model", choices=MODELS, default="narrow", help="narrow and islands: 0.25 million parameters; wide: 1.6 million")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="SETTING", help="only these of the groups (default: all)")
+    parser.add_argument("--model", choices=MODELS, default="narrow", help="of 0.25 million parameters, the wide ones of 1.6 million")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6, 7, 8], metavar="SEED")
     parser.add_argument("--train-iters", type=int, default=300)
     parser.add_argument("--work-dir", default="runs/loss_parity", help="for the text")

@@ -16,6 +16,7 @@ from megatron_zpp.zero.policy import Policy, with_quantized_gradients, with_weig
 
 PAPER = "--zeropp paper"
 LEAN = "--zeropp lean"
+RATES = {0.5: ", half the rate", 1.0: "", 2.0: ", twice the rate", 4.0: ", four times the rate"}
 ONE_BIT = "--zero-quantized-weight-differences-bits 1"
 
 
@@ -82,6 +83,10 @@ class Setting:
     rate_factor: float = 1.0
     perturbation: float = 0.0
 
+    def at_rate(self, factor: float) -> Setting:
+        """The same with other learning rates, by RATES."""
+        return replace(self, name=self.name + RATES[factor], rate_factor=factor)
+
     @property
     def is_plain(self) -> bool:
         return not self.flags and not self.perturbation and self.outer is None
@@ -105,16 +110,25 @@ SECOND = (
     Setting("lean, weights in 16 bits", LEAN, with_exact_weights),
 )
 EVERY_16 = OuterOptions(16)
+EVERY_16_STEPS = Setting("islands, every 16 steps", outer=EVERY_16)
 ISLANDS = (
     PLAIN,
     Setting("islands, every 16 steps, 16 bits", outer=replace(EVERY_16, gradient_code=EXACT, difference_code=EXACT)),
-    Setting("islands, every 16 steps", outer=EVERY_16),
+    EVERY_16_STEPS,
     Setting("islands, every 16 steps, one step late", outer=replace(EVERY_16, overlap_steps=1)),
     Setting("islands, every 16 steps, moments averaged", outer=EVERY_16, averages_moments=True),
 )
-HALF_RATE = tuple(replace(setting, name=f"{setting.name}, half the rate", rate_factor=0.5) for setting in FIRST)
-SETTINGS = {setting.name: setting for setting in (*FIRST, *SECOND, *ISLANDS, *HALF_RATE)}
-GROUPS = {"rows": ROWS, "first": FIRST, "second": SECOND, "islands": ISLANDS, "half-rate": HALF_RATE}
+HALF_RATE = tuple(setting.at_rate(0.5) for setting in FIRST)
+ISLANDS_BY_RATE = tuple(setting.at_rate(factor) for factor in (0.5, 1.0, 2.0) for setting in (PLAIN, EVERY_16_STEPS))
+SETTINGS = {setting.name: setting for setting in (*FIRST, *SECOND, *ISLANDS, *HALF_RATE, *ISLANDS_BY_RATE)}
+GROUPS = {
+    "rows": ROWS,
+    "first": FIRST,
+    "second": SECOND,
+    "islands": ISLANDS,
+    "half-rate": HALF_RATE,
+    "islands-by-rate": ISLANDS_BY_RATE,
+}
 
 
 def plain_of(setting: Setting) -> Setting:

@@ -43,14 +43,16 @@ MODEL = (
 )
 OPTIMIZER = "--lr {rate} --min-lr {least} --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0"
 NARROW = MODEL.format(width=96, std="0.1")
+WIDE = MODEL.format(width=256, std="0.0625")
 # By name, the flags of the model and those of the optimizer. In the wide one a block of 256 values lies in one row of a matrix, as in large
-# models; in the narrow one it spans three rows. That of islands has more samples in a step, because each node trains on its own half.
+# models; in the narrow one it spans three rows. Those of islands have more samples in a step, because each node trains on its own half.
 MODELS = {
     "narrow": (NARROW, OPTIMIZER.format(rate="4e-3", least="4e-4")),
     "islands": (NARROW, OPTIMIZER.format(rate="4e-3", least="4e-4")),
-    "wide": (MODEL.format(width=256, std="0.0625"), OPTIMIZER.format(rate="0.0015", least="0.00015")),
+    "wide": (WIDE, OPTIMIZER.format(rate="0.0015", least="0.00015")),
+    "islands-wide": (WIDE, OPTIMIZER.format(rate="0.0015", least="0.00015")),
 }
-SAMPLES = {"narrow": 8, "wide": 8, "islands": 32}  # of a step, over all ranks
+SAMPLES = {"narrow": 8, "wide": 8, "islands": 32, "islands-wide": 32}  # of a step, over all ranks
 BATCH = "--micro-batch-size {own} --global-batch-size {whole}"
 DATA = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --num-workers 0"
 SHARDING = f"--zero-stage 3 --ranks-per-node {RANKS_PER_NODE}"
