@@ -5,7 +5,7 @@
     python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8
     python -m benchmarks.loss_parity --model islands --groups islands --train-iters 400
     python -m benchmarks.loss_parity --model islands-wide --groups islands-by-rate --train-iters 1024 --seeds 1
-    python -m benchmarks.loss_parity --model islands-wide --groups islands-by-rate --train-iters 1024 --settings ZeRO-3 --seeds 2 3
+    python -m benchmarks.loss_parity --model islands-wide --settings ZeRO-3 "islands, every 16 steps" --train-iters 1024
     python -m benchmarks.loss_parity --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one
@@ -63,9 +63,10 @@ def _run(args: argparse.Namespace, arguments: list[str]) -> int:
     flags = common_flags(args.train_iters, args.model)
     subject = {"flags": flags, "text_sha256": text.sha256, "held_out_samples": HELD_OUT_SAMPLES}
     record = Record(output, subject, made)
-    settings = [setting for group in args.groups for setting in GROUPS[group] if args.settings is None or setting.name in args.settings]
+    of_groups = [setting for group in args.groups for setting in GROUPS[group]]
+    settings = [SETTINGS[name] for name in args.settings] if args.settings else [*map(plain_of, of_groups), *of_groups]
     for seed in [] if args.report_only else args.seeds:
-        for setting in dict.fromkeys([*map(plain_of, settings), *settings]):
+        for setting in dict.fromkeys(settings):
             if not record.has(setting.name, seed):
                 outcome = trained(setting, seed, args.train_iters, text, args.model)
                 record.add(outcome)
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     groups = "; ".join(f"{name}: {', '.join(setting.name for setting in group)}" for name, group in GROUPS.items())
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=QUANTIZED, metavar="GROUP", help=groups.replace("%", "%%"))
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="SETTING", help="only these of the groups (default: all)")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="SETTING", help="these alone, instead of groups")
     parser.add_argument("--model", choices=MODELS, default="narrow", help="of 0.25 million parameters, the wide ones of 1.6 million")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6, 7, 8], metavar="SEED")
     parser.add_argument("--train-iters", type=int, default=300)

@@ -14,7 +14,7 @@ MODEL = (
 SMOKE_MODEL = "--num-layers 1 --hidden-size 576 --num-attention-heads 9 --seq-length 16 --vocab-size 256"
 OPTIMIZER = "--weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0"
 SAMPLES_PER_RANK = 4  # in a micro-batch
-WARMUP_STEPS = 16  # of the smallest batch; larger ones see as many samples
+WARMUP_STEPS = 16  # of any batch: with fewer, large ones lose more in their first steps than they gain
 WHOLE_NODES = "--zero-stage 2"  # with one rank per node, stage 3 would gather weights that the rank has
 LEAN_FLAGS = f"{WHOLE_NODES} --zeropp lean"
 NEVER = 1_000_000
@@ -56,7 +56,7 @@ class Setting:
 
     def training_flags(self, world: Workload, learning_rate: float) -> list[str]:
         """The flags of a run whose loss counts: a constant rate after the warm-up, where outer steps begin."""
-        return self._flags(world, f"--lr {learning_rate} --lr-warmup-iters {max(1, WARMUP_STEPS // self.batch)}")
+        return self._flags(world, f"--lr {learning_rate} --lr-warmup-iters {WARMUP_STEPS}")
 
     def timed(self, world: Workload) -> Iterator[Timed]:
         """The steps whose time counts; of islands also those before the first outer step, in which they take means."""

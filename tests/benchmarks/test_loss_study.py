@@ -20,6 +20,7 @@ from benchmarks.loss_study.settings import (
     FIRST,
     GROUPS,
     HALF_RATE,
+    ISLANDS_BY_RATE,
     PLAIN,
     SECOND,
     SETTINGS,
@@ -99,6 +100,7 @@ def test_names_are_unique_and_every_setting_has_a_plain_one_of_its_rate() -> Non
     assert len(SETTINGS) == len(settings)
     assert {plain_of(setting).name for setting in (*FIRST, *SECOND)} == {"ZeRO-3"}
     assert {plain_of(setting).name for setting in HALF_RATE} == {"ZeRO-3, half the rate"}
+    assert {plain_of(setting).name for setting in ISLANDS_BY_RATE} == {"ZeRO-3, half the rate", "ZeRO-3", "ZeRO-3, twice the rate"}
 
 
 # ---- Text
@@ -236,6 +238,9 @@ def test_the_program_trains_seed_by_seed_what_is_missing_and_nothing_else(monkey
     runs.clear()
     assert loss_parity.main([*words, "first", "second"]) == 0
     assert runs == [(seed, setting.name) for seed in (1, 2) for setting in SECOND]
+    runs.clear()
+    assert loss_parity.main([*words[:-1], "--settings", "lean, half the rate", "ZeRO-3"]) == 0
+    assert runs == [(1, "lean, half the rate"), (2, "lean, half the rate")]
     runs.clear()
     (tmp_path / "study.png").unlink()
     assert loss_parity.main([*words, "half-rate", "--report-only"]) == 0
