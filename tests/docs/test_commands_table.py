@@ -188,7 +188,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8": LOSS_STUDY,
     "python -m benchmarks.loss_parity --model islands --groups islands --train-iters 400": LOSS_STUDY,
     "python -m benchmarks.loss_parity --model islands-wide --groups islands-by-rate --train-iters 1024 --seeds 1": LOSS_STUDY,
-    'python -m benchmarks.loss_parity --model islands-wide --settings ZeRO-3 "islands, every 16 steps" --train-iters 1024': LOSS_STUDY,
+    "python -m benchmarks.loss_parity --model islands-wide --settings ...": LOSS_STUDY,
     "python -m benchmarks.loss_parity --report-only": LOSS_STUDY,
     "python -m benchmarks.train_step ...": BENCHMARK,
     "python -m benchmarks.train_step --peers fsdp2 deepspeed": (
