@@ -22,6 +22,13 @@ struct PayloadRows {
     using Scale = std::conditional_t<std::is_const_v<Byte>, const float, float>;
     return reinterpret_cast<Scale*>(codes(member, slice) + layout.scales_offset);
   }
+
+  PayloadRows some_members(int64_t first, int64_t count) const {
+    return {base + first * member_stride, member_stride, slice_stride, count, slices, layout};
+  }
+  PayloadRows some_slices(int64_t first, int64_t count) const {
+    return {base + first * slice_stride, member_stride, slice_stride, members, count, layout};
+  }
 };
 
 // One row of values per slice.
@@ -31,6 +38,7 @@ struct ValueRows {
   int64_t slice_stride;  // elements
 
   ZPP_HOST_DEVICE T* row(int64_t slice) const { return base + slice * slice_stride; }
+  ValueRows from(int64_t slice) const { return {row(slice), slice_stride}; }
 };
 
 }  // namespace megatron_zpp

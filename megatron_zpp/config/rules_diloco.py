@@ -10,7 +10,7 @@ from megatron_zpp.config.defaults import warmup_iterations
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
 from megatron_zpp.config.ranks import RankCounts
-from megatron_zpp.config.rules_zero import DIFFERENCES, GAUSSIAN_BLOCK, MOST_GAUSSIAN_PARTITIONS, has_inter_link
+from megatron_zpp.config.rules_zero import DIFFERENCES, GAUSSIAN_BLOCK, has_inter_link
 from megatron_zpp.config.schema import Config
 
 PERIOD = "--diloco-sync-period"
@@ -43,17 +43,12 @@ def check_inner_optimizer(config: Config, ranks: RankCounts) -> None:
 
 
 def check_codes(config: Config, ranks: RankCounts) -> None:
-    """The Gaussian codes between islands have blocks of their own, and a limit on how many are decoded together."""
+    """The Gaussian codes between islands have blocks of their own."""
     block, exact = config.zero.quantization_block_size, "--diloco-outer-bits 16 and --diloco-difference-bits 16"
     if block % GAUSSIAN_BLOCK:
         raise FlagError(
             f"--quantization-block-size {block} does not fit {PERIOD}, whose codes have blocks of {GAUSSIAN_BLOCK} values; choose a "
             f"multiple of {GAUSSIAN_BLOCK}, or {exact}."
-        )
-    if ranks.islands > MOST_GAUSSIAN_PARTITIONS:
-        raise FlagError(
-            f"{PERIOD} with {ranks.islands} islands: codes of at most {MOST_GAUSSIAN_PARTITIONS} are decoded together; choose fewer with "
-            f"--diloco-islands, or {exact}."
         )
     model = config.model
     group = model.kv_channels * model.hidden_size

@@ -12,7 +12,6 @@ QUANTIZED = ("zero_quantized_weights", "zero_quantized_weight_differences", "zer
 ABSMAX_BITS = (*BLOCK_BITS, WORKING_DTYPE_BITS)
 GAUSSIAN_INTRA_BITS = 8
 GAUSSIAN_BLOCK = 256
-MOST_GAUSSIAN_PARTITIONS = 256  # whose codes a kernel decodes at a time (kMostSenders)
 DIFFERENCES = "--zero-quantized-weight-differences"
 
 
@@ -34,7 +33,6 @@ def check_resolved(config: Config, ranks: RankCounts) -> None:
     check_partition_divides_node(config, of_island)
     check_copy_is_kept(config, of_island)
     check_remaining_link_is_quantized(config, of_island, one_node(ranks))
-    check_partitions_of_gaussian_codes(config, of_island)
 
 
 def one_node(ranks: RankCounts) -> str:
@@ -97,19 +95,6 @@ def check_blocks_of_gaussian_codes(config: Config) -> None:
         raise FlagError(
             f"--quantization-block-size {zero.quantization_block_size} does not fit {names[0]}, which has blocks of {GAUSSIAN_BLOCK} "
             f"values; choose a multiple of {GAUSSIAN_BLOCK}."
-        )
-
-
-def check_partitions_of_gaussian_codes(config: Config, ranks: RankCounts) -> None:
-    names = _gaussian_codes(config)
-    partitions = ranks.data // partition_ranks(config, ranks.data_ranks_per_node)
-    if names and partitions > MOST_GAUSSIAN_PARTITIONS:
-        larger = [size for size in divisors(ranks.data_ranks_per_node) if size > 1 and ranks.data // size <= MOST_GAUSSIAN_PARTITIONS]
-        remedy = "choose --zeropp paper" if config.zero.zeropp == "lean" else f"leave {'it' if len(names) == 1 else 'them'} out"
-        also = f", or give --zero-hpz-partition-size {any_of(larger)}" if larger else ""
-        raise FlagError(
-            f"{' and '.join(names)} cannot be used with {partitions} partitions of {counted(ranks.data // partitions, 'rank')}, because "
-            f"Gaussian codes of at most {MOST_GAUSSIAN_PARTITIONS} are decoded together; {remedy}{also}."
         )
 
 

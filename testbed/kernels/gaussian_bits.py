@@ -20,6 +20,7 @@ from testbed.kernels.kernel_bits import DTYPES, MARGIN_BYTES, SLICES, UNTOUCHED,
 BLOCK = 256
 KEYS = (0, 2**63 - 1, 5)
 MEMBERS = (1, 2, 3, 5, 8)
+MANY = 600  # senders, for three launches on a GPU
 SCALES = (1.0, -1.0, 0.0, -0.0, 2.0**-133, 2.0**-120, 2.0**127, -(2.0**127), float("inf"), -float("inf"), float("nan"))
 
 
@@ -114,6 +115,16 @@ def check_any_payloads(comparison: Comparison, blocks: int) -> None:
         same("decode_gaussian", decoded, *given, about="any bytes")
 
 
+def check_many_senders(comparison: Comparison) -> None:
+    """Compares messages of more senders than one launch decodes."""
+    keys = [key * 77 + 1 for key in range(MANY)]
+    for bits, accumulate in ((2, False), (3, True)):
+        payloads = any_payloads(MANY, bits, blocks=1)
+        comparison.same("decode_mean_gaussian", mean, payloads, BLOCK, bits, 1, keys, accumulate, about=f"{MANY} members")
+        given = (payloads[:, 0], BLOCK, DTYPES[bits % 3], bits, 1, keys, accumulate)
+        comparison.same("decode_gaussian", decoded, *given, about=f"{MANY} slices")
+
+
 def check_rows(comparison: Comparison, blocks: int, first: int, gap: int) -> None:
     """Compares rows that start `first` elements in, `gap` elements apart, and end where memory ends."""
     same = comparison.same
@@ -134,6 +145,7 @@ def check_all_rows(comparison: Comparison, blocks: int) -> None:
 def check_all(comparison: Comparison, blocks: int) -> None:
     check_values(comparison, blocks)
     check_any_payloads(comparison, blocks)
+    check_many_senders(comparison)
     check_all_rows(comparison, blocks)
 
 

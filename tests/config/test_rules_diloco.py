@@ -91,13 +91,6 @@ def test_what_does_not_go_with_islands_is_refused_in_one_sentence(flags: str, wo
     assert str(found.value) == words
 
 
-def test_more_islands_than_are_decoded_together_are_refused_where_their_exchange_is_coded() -> None:
-    with pytest.raises(FlagError, match="with 257 islands: codes of at most 256 are decoded together; choose fewer with --diloco-islands"):
-        run_of("--diloco-sync-period 8", nodes=257)
-    exact = run_of("--diloco-sync-period 8 --diloco-outer-bits 16 --diloco-difference-bits 16", nodes=257)
-    assert exact.diloco.diloco_islands == 257
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -7,6 +7,7 @@ namespace megatron_zpp::cuda {
 namespace {
 
 constexpr int kDecodeGridBlocks = 5;  // per multiprocessor; 6 would spill registers
+constexpr int kGoingOnGridBlocks = 4;  // the same for sums that go on
 
 // The entry of `table` whose index is the number that bit i of the words forms, by halves of the table.
 template <int kBits>
@@ -86,12 +87,24 @@ __device__ __forceinline__ void store_share(const Values& share, int thread, boo
   }
 }
 
-template <int kBits, class T>
-__global__ void __launch_bounds__(kGaussianThreads, kDecodeGridBlocks) decode_gaussian_kernel(
+// Adds the share of a block's values.
+template <class Values>
+__device__ __forceinline__ void add_share(const float* values, int thread, Values& share) {
+  constexpr int kChunkNumel = Values::kChunkNumel;
+#pragma unroll
+  for (int i = 0; i < kShareNumel; ++i) {
+    share.values[i] += values[(i / kChunkNumel * kGaussianTeam + thread) * kChunkNumel + i % kChunkNumel];
+  }
+}
+
+// kGoesOn: whether the sum goes on from `before`.
+template <int kBits, class T, bool kGoesOn>
+__global__ void __launch_bounds__(kGaussianThreads, kGoesOn ? kGoingOnGridBlocks : kDecodeGridBlocks) decode_gaussian_kernel(
     GaussianRows<const uint8_t> payloads,
     ValueRows<T> means,
     int rounds,
     SenderNoises noises,
+    ValueRows<const float> before,
     Divisor divisor,
     bool accumulate,
     bool is_wide) {
@@ -104,6 +117,9 @@ __global__ void __launch_bounds__(kGaussianThreads, kDecodeGridBlocks) decode_ga
           return decoded_share<kBits, Values>(payloads, member, slice, block, rounds, noise, share);
         };
         Values total = decoded(0);
+        if (kGoesOn && share.chunks > 0) {
+          add_share(before.row(slice) + block * kGaussianNumel, share.thread, total);
+        }
         for (int64_t member = 1; member < payloads.rows.members; ++member) {
           const Values other = decoded(member);
 #pragma unroll
@@ -129,14 +145,19 @@ cudaError_t launch_decode_gaussian(
     ValueRows<T> means,
     int rounds,
     const SenderNoises& noises,
+    ValueRows<const float> before,
+    int64_t divisor,
     bool accumulate,
     cudaStream_t stream) {
   using Teams = typename ValueShare<PackedChunk<T>::kNumel>::Teams;
   const int64_t slices = payloads.rows.slices;
   const bool is_wide = has_wide_access(means, slices);
-  const Divisor divisor = divisor_of(payloads.rows.members);
+  auto* kernel = decode_gaussian_kernel<kBits, T, false>;
+  if constexpr (std::is_same_v<T, float>) {  // sums are wide
+    kernel = before.base == nullptr ? kernel : decode_gaussian_kernel<kBits, T, true>;
+  }
   return start<Teams>(
-      decode_gaussian_kernel<kBits, T>,
+      kernel,
       slices,
       payloads.blocks(),
       stream,
@@ -144,14 +165,15 @@ cudaError_t launch_decode_gaussian(
       means,
       rounds,
       noises,
-      divisor,
+      before,
+      divisor_of(divisor),
       accumulate,
       is_wide);
 }
 
 #define ZPP_INSTANTIATE(bits, T)                   \
   template cudaError_t launch_decode_gaussian<bits, T>( \
-      GaussianRows<const uint8_t>, ValueRows<T>, int, const SenderNoises&, bool, cudaStream_t);
+      GaussianRows<const uint8_t>, ValueRows<T>, int, const SenderNoises&, ValueRows<const float>, int64_t, bool, cudaStream_t);
 #define ZPP_INSTANTIATE_BITS(T) ZPP_INSTANTIATE(1, T) ZPP_INSTANTIATE(2, T) ZPP_INSTANTIATE(3, T) ZPP_INSTANTIATE(4, T)
 ZPP_INSTANTIATE_BITS(float)
 ZPP_INSTANTIATE_BITS(Bf16Bits)

@@ -7,7 +7,7 @@
 
 namespace megatron_zpp::cuda {
 
-constexpr int kMostSenders = 256;  // arguments of kernels have room for few thousand bytes
+constexpr int kMostSenders = 256;  // of a launch: arguments of kernels have room for few thousand bytes
 
 // What the signs of each sender are drawn from.
 struct SenderNoises {
@@ -20,13 +20,15 @@ struct SenderNoises {
 template <int kBits, class T>  // T: float, Bf16Bits or Fp16Bits
 cudaError_t launch_encode_gaussian(ValueRows<const T> values, GaussianRows<uint8_t> payloads, int rounds, Noise noise, cudaStream_t stream);
 
-// Decodes the mean over members.
+// Decodes the sum over members, and what was summed `before` if it has a base, divided by `divisor`.
 template <int kBits, class T>
 cudaError_t launch_decode_gaussian(
     GaussianRows<const uint8_t> payloads,
     ValueRows<T> means,
     int rounds,
     const SenderNoises& noises,
+    ValueRows<const float> before,
+    int64_t divisor,
     bool accumulate,
     cudaStream_t stream);
 
