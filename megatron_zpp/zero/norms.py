@@ -1,7 +1,8 @@
-"""Norms over all ranks. Each rank adds up the squares of its own slice of each unit, in fp64.
+"""Norms over all ranks. Each rank adds up the squares of its own slice of each unit, in fp64, and these sums in the order of the units.
 
-Every rank adds these sums in the order of the slices, and those of one slice in the order of the ladders. So the norm of equal values has
-the same bits in every stage, and a NaN or inf on one rank reaches all ranks. The device does all of this; the host need not wait.
+One number of each rank crosses the links, whatever the number of units. Every rank adds these in the order of the slices, and those of one
+slice in the order of the ladders. So the norm of equal values has the same bits in every stage, and a NaN or inf on one rank reaches all
+ranks. The device does all of this; the host need not wait.
 
 A partial sum depends only on the values of the unit's tensors and on where these are cut. So a slice has the same sum in every stage.
 """
@@ -49,10 +50,10 @@ def _squared_norm(
 ) -> tuple[Tensor, Tensor]:
     """units: for each unit its layout, and its values in this rank's own slice."""
     parts = [list(counted_values(layout, own, links.own_slice)) for layout, own in units]
-    sums = squared_sums(parts, units[0][1].blocks.device).to(links.device)
-    gathered = links.gather_world(sums if numbers is None else torch.cat((sums, numbers)))  # [data, tensor, units + numbers] fp64
-    by_slice = gathered[..., : len(units)].unflatten(0, (links.partitions, links.partition_ranks)).transpose(0, 1)
-    return _sum_in_order(by_slice.flatten()), gathered[..., len(units) :].flatten(0, 1)
+    of_rank = _sum_in_order(squared_sums(parts, units[0][1].blocks.device).to(links.device)).view(1)
+    gathered = links.gather_world(of_rank if numbers is None else torch.cat((of_rank, numbers)))  # [data, tensor, 1 + numbers] fp64
+    by_slice = gathered[..., 0].unflatten(0, (links.partitions, links.partition_ranks)).transpose(0, 1)
+    return _sum_in_order(by_slice.flatten()), gathered[..., 1:].flatten(0, 1)
 
 
 def _sum_in_order(values: Tensor) -> Tensor:

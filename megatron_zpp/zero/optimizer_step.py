@@ -95,7 +95,7 @@ class OptimizerStep:
     def _norm(self, report: Tensor | None, refusal: Tensor | None) -> tuple[Tensor, Readout]:
         """The square of the norm, [] fp64, and numbers on their way to the host.
 
-        In this order: the square, whether orders of hops differ, zeros if they are counted, `report`, the bits of unused parameters.
+        In this order: the square, whether orders of hops differ, zeros if they are counted, `report`, whether all left parameters out.
         """
         with self._options.observer.phase("optimizer-clip-main-grad"):
             squared, of_ranks = squared_norm(self._gradients, self._links, self._squared_sums, self._step_calls.numbers())
@@ -107,7 +107,7 @@ class OptimizerStep:
                 numbers.append(count_zeros(self._gradients, self._links).view(1))
         if report is not None:
             numbers.append(report)
-        numbers.append(self._step_calls.of_unused(of_ranks))
+        numbers.append(self._step_calls.all_left_some_out(of_ranks))
         return squared, Readout(torch.cat(numbers), self._links.streams)
 
     def _update_ahead(self, squared: Tensor, numbers: Readout, update: Update, side: SideStream) -> StepResult:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import and_
 
 import torch
 from torch import Tensor
@@ -13,8 +11,6 @@ from megatron_zpp.comm.hop_order import HopOrder, first_difference
 from megatron_zpp.comm.links import Links
 from megatron_zpp.zero.alike import texts_of_ranks
 from megatron_zpp.zero.gradients import UnitGradient
-
-_BITS = 48  # of a number; fp64 has every integer below 2^53
 
 
 class StepCalls:
@@ -28,8 +24,6 @@ class StepCalls:
     def __init__(self, gradients: Sequence[UnitGradient], links: Links) -> None:
         self._gradients = gradients
         self._links = links
-        self._names = [placed.spec.name for gradient in gradients for placed in gradient.layout.params]
-        self._words = -(-len(self._names) // _BITS)
 
     @property
     def _order(self) -> HopOrder:
@@ -40,36 +34,33 @@ class StepCalls:
         return all(len(gradient.reached) == len(gradient.layout.params) for gradient in self._gradients)
 
     def numbers(self) -> Tensor:
-        """What this rank tells the others, [numel] fp64 on its device."""
-        row = torch.zeros(1 + self._words, dtype=torch.float64, device=self._links.device)
-        for column, value in enumerate((self._order.checksum, *self._unreached())):
+        """What this rank tells the others, [2] fp64 on its device: its order of hops, and whether it has left a parameter out."""
+        row = torch.zeros(2, dtype=torch.float64, device=self._links.device)
+        for column, value in enumerate((self._order.checksum, not self.reaches_all())):
             if value:
                 row[column].fill_(value)  # `row[column] = value` would wait for the device
         return row
-
-    def _unreached(self) -> list[int]:
-        """The parameters that this rank's loss has not reached, a bit each; nothing if there are none."""
-        if self.reaches_all():
-            return []
-        bits = [index not in gradient.reached for gradient in self._gradients for index in range(len(gradient.layout.params))]
-        return [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
 
     def differ(self, of_ranks: Tensor) -> Tensor:
         """Whether the ranks have asked for hops in different orders, [] bool on the device. of_ranks: `numbers` of every rank."""
         return (of_ranks[:, 0] != of_ranks[0, 0]).any()
 
-    def of_unused(self, of_ranks: Tensor) -> Tensor:
-        """What `take_unused` reads, [numel] fp64; nothing if this rank knows that there are none, because its own loss has reached all."""
-        return of_ranks[:, 1:].flatten()[: 0 if self.reaches_all() else None]
+    def all_left_some_out(self, of_ranks: Tensor) -> Tensor:
+        """What `take_unused` reads, [1] fp64; nothing if this rank's own loss has reached all parameters, because then none is unused."""
+        return of_ranks[:0, 1] if self.reaches_all() else of_ranks[:, 1].min().view(1)
 
     def take_unused(self, numbers: list[float]) -> frozenset[str]:
-        """The parameters that no rank's loss has reached. numbers: their last ones are those of `of_unused`, which are removed."""
-        if self.reaches_all():
+        """The parameters that no rank's loss has reached. numbers: the last is that of `all_left_some_out`, which is removed.
+
+        If all ranks have left some out, they gather which, and wait.
+        """
+        if self.reaches_all() or not numbers.pop():
             return frozenset()
-        first = len(numbers) - self._words * self._links.grid.world_size
-        on_all = [reduce(and_, map(int, numbers[first + word :: self._words])) for word in range(self._words)]
-        del numbers[first:]
-        return frozenset(name for index, name in enumerate(self._names) if on_all[index // _BITS] >> index % _BITS & 1)
+        reached = [index in gradient.reached for gradient in self._gradients for index in range(len(gradient.layout.params))]
+        own = torch.tensor(reached, dtype=torch.uint8, device=self._links.device)
+        is_reached = self._links.gather_world(own).flatten(0, 1).any(dim=0).tolist()
+        names = (placed.spec.name for gradient in self._gradients for placed in gradient.layout.params)
+        return frozenset(name for name, is_one in zip(names, is_reached, strict=True) if not is_one)
 
     def refuse_difference(self) -> None:
         """Raises RuntimeError with the first hop for which ranks have asked differently. Every rank must call it if they `differ`."""

@@ -10,6 +10,7 @@ from harness.small_engine import ROWS, Job, ModelShape, Rank, global_batch, plai
 from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.zero.norms import count_zeros
 
 pytestmark = pytest.mark.virtual
@@ -47,3 +48,22 @@ def test_the_norm_of_the_weights_is_that_of_the_whole_model_with_the_same_bits_w
     norms = {norm for row in ROWS for _, norm in sharded(world, row)}
     assert len(norms) == 1
     assert norms.pop() == pytest.approx(whole, rel=1e-12)  # some thousand fp64 additions in another order: 4e3 x 2^-53
+
+
+FP64_BYTES, NUMBERS = 8, 3  # the sum of squares, the order of hops, whether parameters were left out
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("has_spare", [False, True], ids=["all parameters are reached", "every rank leaves some out"])
+def test_the_ranks_tell_each_other_three_numbers_in_a_step_and_a_byte_per_parameter_only_if_all_leave_some_out(
+    blocks: int, has_spare: bool
+) -> None:
+    shape = ModelShape(inner=(5,) * blocks, has_spare=has_spare)
+
+    def program(backend: VirtualBackend) -> Traffic:
+        rank = Rank(Job(ROWS["stage 3"], shape=shape), backend)
+        rank.step(0)
+        return rank.ledger.total(Category.CONTROL)
+
+    of_rank = NUMBERS * FP64_BYTES + has_spare * len(list(plain_model(shape).parameters()))
+    assert run_world((2, 2), program) == [Traffic(inter_bytes=2 * of_rank, intra_bytes=of_rank)] * 4
