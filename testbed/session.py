@@ -27,7 +27,7 @@ from megatron_zpp.training import setup
 from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.startup_checks import check_backends
-from megatron_zpp.training.step import forward_backward, gather_numbers
+from megatron_zpp.training.step import forward_backward, row_of
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.shard import full_weights
 
@@ -82,9 +82,8 @@ class Session:
     def step(self, step: int) -> tuple[float, float]:
         """Mean loss of all ranks, and the norm of the gradient."""
         loss_sum = self.forward_backward(step)
-        update = self.engine.update(learning_rate=LEARNING_RATE)
-        losses = gather_numbers([loss_sum], self.engine)
-        return float(losses.sum().item()) / (self.microbatches * losses.numel()), update.grad_norm
+        update = self.engine.update(LEARNING_RATE, report=row_of([loss_sum], self.engine.device))
+        return sum(update.report) / (self.microbatches * len(update.report)), update.grad_norm
 
     def batches(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of this rank in that step, the same in every run. All even steps have the same, so that the loss falls soon."""

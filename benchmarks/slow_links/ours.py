@@ -21,7 +21,7 @@ from megatron_zpp.training import setup
 from megatron_zpp.training.instruments import make_instruments
 from megatron_zpp.training.kernels import prepare_kernels
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.step import forward_backward, gather_numbers
+from megatron_zpp.training.step import forward_backward, row_of
 
 PROMISED = (Category.WEIGHTS, Category.GRADIENTS, Category.OUTER)
 EVALUATED_TOGETHER = 8
@@ -70,10 +70,10 @@ class OurTraining:
     def step(self) -> float:
         """The loss of one training step; of islands, that of the own one."""
         loss_sum = forward_backward(self._model, self._engine, self._batches, self._microbatches)
-        self._engine.update(self._rates.next(), self._weight_decay)
+        update = self._engine.update(self._rates.next(), self._weight_decay, row_of([loss_sum], self._engine.device))
         if self._outer is not None:
             self._outer.step()
-        loss_sums = gather_numbers([loss_sum], self._engine)[:, 0, 0].tolist()
+        loss_sums = update.report[:: self._engine.links.grid.tensor_ranks]
         return sum(loss_sums) / (self._microbatches * len(loss_sums))
 
     def drain(self) -> None:

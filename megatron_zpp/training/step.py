@@ -86,12 +86,9 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     )
 
 
-def gather_numbers(own: Sequence[Tensor | float], engine: ZeroEngine) -> Tensor:
-    """`own` of every rank, [data ranks, tensor ranks, len(own)] fp64, in one message. Every rank must call it with as many scalars.
-
-    Tensor ranks of equal data rank have the same loss, so a mean takes that of the first.
-    """
-    row = torch.empty(len(own), dtype=torch.float64, device=engine.device)
-    for column, value in enumerate(own):
+def row_of(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Scalars as a row that ranks can exchange, [len(numbers)] fp64 on `device`."""
+    row = torch.empty(len(numbers), dtype=torch.float64, device=device)
+    for column, value in enumerate(numbers):
         row[column].fill_(value)  # `row[column] = value` would copy a number from the host, which waits for the device until backward ends
-    return engine.gather_world(row)
+    return row

@@ -24,7 +24,7 @@ from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.same_samples import SameSamples
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.sharding import sample_groups_of
-from megatron_zpp.training.step import StepOutcome, forward_backward, gather_numbers
+from megatron_zpp.training.step import StepOutcome, forward_backward, row_of
 from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, reason_for_stopping
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.training.writers import Writers
@@ -144,13 +144,12 @@ class Trainer:
         loss_sum = forward_backward(self._model, engine, self._train_batches, microbatches)
         states = engine.state_bytes()
         self._saver.wait_for_copy()  # a checkpoint may still be copying the weights and moments that the update changes
-        gathered = gather_numbers([loss_sum, stop_conditions.request(), *self._same_samples.numbers], engine)
+        own = row_of([loss_sum, stop_conditions.request(), *self._same_samples.numbers], engine.device)
         with engine.options.observer.phase("optimizer"):
-            refusal = self._same_samples.differ(gathered[..., 2:])
-            update = engine.update(learning_rate, weight_decay, report=gathered.flatten(), refusal=refusal)
-        _, tensor_ranks, numbers = gathered.shape
-        loss_sums, requests = update.report[:: numbers * tensor_ranks], update.report[1::numbers]
-        self._same_samples.compare(update.report[2::numbers])
+            update = engine.update(learning_rate, weight_decay, own, lambda of_ranks: self._same_samples.differ(of_ranks[:, 2:]))
+        # Tensor ranks of equal data rank have the same loss, so the mean takes that of the first.
+        loss_sums, requests = update.report[:: len(own) * engine.links.grid.tensor_ranks], update.report[1 :: len(own)]
+        self._same_samples.compare(update.report[2 :: len(own)])
         lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
         if self._outer is not None:
             self._outer.step()
@@ -170,7 +169,8 @@ class Trainer:
         if self._outer is not None:
             self._saver.wait_for_copy()
             self._outer.step()
-        self._note_requests(StopRequest.of_ranks(gather_numbers([stop_conditions.request()], self._engine).flatten().tolist()))
+        own = row_of([stop_conditions.request()], self._engine.device)
+        self._note_requests(StopRequest.of_ranks(self._engine.gather_world(own).flatten().tolist()))
         self._writers.printer.on_last(
             f" iteration {progress.iteration:8d} is passed over (--iterations-to-skip): samples {first} to {first + batch_size - 1}"
         )

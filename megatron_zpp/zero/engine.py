@@ -24,7 +24,7 @@ from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW, Update
-from megatron_zpp.zero.optimizer_step import OptimizerStep, StepResult
+from megatron_zpp.zero.optimizer_step import OptimizerStep, Refuses, StepResult, never
 from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.schedule import training_schedule, update_groups
 from megatron_zpp.zero.training_pass import TrainingPass
@@ -158,19 +158,19 @@ class ZeroEngine:
             self._progress.end_mean()
 
     def update(
-        self, learning_rate: float, weight_decay: float | None = None, report: Tensor | None = None, refusal: Tensor | None = None
+        self, learning_rate: float, weight_decay: float | None = None, report: Tensor | None = None, refuses: Refuses = never
     ) -> StepResult:
         """Updates the weights with the clipped mean gradient. A NaN or inf in it makes every rank skip the update.
 
-        weight_decay: of this step; by default that of the options. report: [numel] fp64, which come to the host with the norm, so that it
-        waits only once. refusal: [] bool, alike on every rank; if it is true, the update is skipped as if the norm were NaN. Raises
-        RuntimeError if `finish_gradients` has not been called after the last backward, UserError for a learning rate or weight decay that
-        is negative or not finite.
+        weight_decay: of this step; by default that of the options. report: [numel] fp64, numbers that ranks exchange in the message of the
+        norm; every rank must give as many. refuses: called with the reports of all ranks, [world_size, numel]; returns [] bool, the same on
+        every rank, or None. If it is true, the update is skipped as if the norm were NaN. Raises RuntimeError if `finish_gradients` has not
+        been called after the last backward, UserError for a learning rate or weight decay that is negative or not finite.
         """
         self.check_open()
         self._progress.begin_update()
         update = Update(learning_rate, self.options.adam.weight_decay if weight_decay is None else weight_decay)
-        result = self._step.run(update, report, refusal)
+        result = self._step.run(update, report, refuses)
         self._progress.end_update()
         return result
 

@@ -7,7 +7,7 @@ the host need not wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,19 +28,26 @@ from megatron_zpp.zero.unit import WeightUnit
 
 _CLIP_EPSILON = 1e-6
 
+# As `refuses` of ZeroEngine.update.
+Refuses = Callable[[Tensor], Tensor | None]
+
 
 @dataclass(frozen=True)
 class StepResult:
     """The result of an optimizer step: the gradient norm before clipping, and whether the step was skipped, for a NaN, an inf
     or a refusal.
 
-    num_zeros: number of zeros in the mean gradient, if the engine counts them. report: the caller's own numbers.
+    num_zeros: number of zeros in the mean gradient, if the engine counts them. report: the numbers that ranks have given, rank by rank.
     """
 
     grad_norm: float
     is_skipped: bool
     num_zeros: int | None
     report: tuple[float, ...]
+
+
+def never(report: Tensor) -> None:
+    """Refuses no step."""
 
 
 class OptimizerStep:
@@ -82,9 +89,9 @@ class OptimizerStep:
         for gradient in self._gradients:
             gradient.clear_padding()
 
-    def run(self, update: Update, report: Tensor | None, refusal: Tensor | None) -> StepResult:
+    def run(self, update: Update, report: Tensor | None, refuses: Refuses) -> StepResult:
         """Updates the weights with the clipped mean gradient, unless it has a NaN or inf on any rank. Arguments: as ZeroEngine.update."""
-        squared, numbers = self._norm(report, refusal)
+        squared, numbers = self._norm(report, refuses)
         with self._options.observer.phase("optimizer-inner-step"):
             for unit in self._trained:
                 unit.finish_climbs()
@@ -92,21 +99,23 @@ class OptimizerStep:
                 return self._update_ahead(squared, numbers, update, self._side)
             return self._update_after_reading(numbers, update)
 
-    def _norm(self, report: Tensor | None, refusal: Tensor | None) -> tuple[Tensor, Readout]:
+    def _norm(self, report: Tensor | None, refuses: Refuses) -> tuple[Tensor, Readout]:
         """The square of the norm, [] fp64, and numbers on their way to the host.
 
-        In this order: the square, whether orders of hops differ, zeros if they are counted, `report`, whether all left parameters out.
+        In this order: the square, whether orders of hops differ, zeros if they are counted, reports, whether all left parameters out.
         """
         with self._options.observer.phase("optimizer-clip-main-grad"):
-            squared, of_ranks = squared_norm(self._gradients, self._links, self._squared_sums, self._step_calls.numbers())
-        differ = self._step_calls.differ(of_ranks)
+            calls = self._step_calls.numbers()
+            own = calls if report is None else torch.cat((calls, report))
+            squared, of_ranks = squared_norm(self._gradients, self._links, self._squared_sums, own)
+        reports = of_ranks[:, len(calls) :]
+        differ, refusal = self._step_calls.differ(of_ranks), refuses(reports)
         squared = squared.masked_fill(differ if refusal is None else differ | refusal, math.nan)
         numbers = [squared.view(1), differ.view(1)]
         if self._options.counts_zeros:
             with self._options.observer.phase("optimizer-count-zeros"):
                 numbers.append(count_zeros(self._gradients, self._links).view(1))
-        if report is not None:
-            numbers.append(report)
+        numbers.append(reports.flatten())
         numbers.append(self._step_calls.all_left_some_out(of_ranks))
         return squared, Readout(torch.cat(numbers), self._links.streams)
 

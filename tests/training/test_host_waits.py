@@ -10,7 +10,7 @@ from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Site
 
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.step import forward_backward, gather_numbers
+from megatron_zpp.training.step import forward_backward, row_of
 from megatron_zpp.zero import optimizer_step
 from megatron_zpp.zero.norms import squared_sums_at_once
 from testbed.session import LEARNING_RATE, RankPlace, Session
@@ -38,8 +38,7 @@ def waits(flags: str, gpu: Gpu) -> list[str]:
     batches = list(session.batches(0))
     begin = len(gpu.machine.log)
     loss_sum = forward_backward(session.model, session.engine, iter(batches), session.microbatches)
-    numbers = gather_numbers([loss_sum, 1.0], session.engine)
-    session.engine.update(LEARNING_RATE, report=numbers.flatten())
+    session.engine.update(LEARNING_RATE, report=row_of([loss_sum, 1.0], session.engine.device))
     found = [f"{entry.call} at {entry.file}" for entry in gpu.machine.log[begin:] if isinstance(entry, Site)]
     session.close()
     return found

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.data.loader import MicroBatch, TokenPart
-from megatron_zpp.training.step import gather_numbers, microbatch_loss, on_device
+from megatron_zpp.training.step import microbatch_loss, on_device, row_of
 
 
 class TokensAsLosses(nn.Module):
@@ -91,14 +89,6 @@ def test_a_gpu_copies_every_tensor_from_pinned_memory_before_the_model_is_called
     assert model.seen["document_lengths_R"] is batch.document_lengths  # the host reads them
 
 
-def test_scalars_of_all_ranks_come_in_one_message_as_numbers_of_fp64() -> None:
-    messages: list[Tensor] = []
-
-    def gather_world(row: Tensor) -> Tensor:
-        messages.append(row)
-        return torch.stack([row, row + 1, row + 2, row + 3]).view(2, 2, -1)
-
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world)
-    gathered = gather_numbers([torch.tensor(0.1, dtype=torch.float64), 4], engine)
-    assert gathered.tolist() == [[[0.1, 4.0], [1.1, 5.0]], [[2.1, 6.0], [3.1, 7.0]]]
-    assert len(messages) == 1 and messages[0].dtype is torch.float64
+def test_scalars_become_a_row_of_fp64() -> None:
+    row = row_of([torch.tensor(0.1, dtype=torch.float64), 4], torch.device("cpu"))
+    assert row.tolist() == [0.1, 4.0] and row.dtype is torch.float64

@@ -67,9 +67,9 @@ def test_more_rounds_of_rotation_take_longer() -> None:
 
 
 def test_a_gather_of_stage_1_takes_the_latency_for_every_other_node_and_an_exchange_once() -> None:
-    """Three nodes: six units climb in two rounds and descend in one, and the losses and the norm are gathered in two rounds each."""
+    """Three nodes: six units climb in two rounds and descend in one, and norm and losses are gathered in two rounds."""
     time = timed(planned("--zero-stage 1", 1), LinkSpeed(float("inf"), latency_seconds=0.05), overlap=Overlap.NONE)
-    assert time.latency == pytest.approx(0.05 * (6 * 2 + 6 + 2 * 2))
+    assert time.latency == pytest.approx(0.05 * (6 * 2 + 6 + 2))
     assert time.seconds == pytest.approx(time.computing + time.latency)
 
 
