@@ -27,7 +27,7 @@ import torch
 from benchmarks.loss_study.gaps import gaps_of
 from benchmarks.loss_study.record import Record
 from benchmarks.loss_study.report import draw, table
-from benchmarks.loss_study.settings import GROUPS, SETTINGS, plain_of
+from benchmarks.loss_study.settings import GROUPS, PLAIN, SETTINGS, plain_of
 from benchmarks.loss_study.text import Text, library_text
 from benchmarks.loss_study.training import HELD_OUT_SAMPLES, MODELS, SEQ_LENGTH, common_flags, trained
 from benchmarks.report import machine_text, origin
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace, arguments: list[str]) -> int:
                 print(f"seed {seed}, {setting.name}: {outcome.validation_loss:.4f} ({outcome.cpu_seconds:.0f} s of CPU)", flush=True)
     gaps = list(gaps_of(record.outcomes))
     if not gaps:
-        raise ValueError(f"--output {output} holds no plain run; train before --report-only.")
+        raise ValueError(f"--output {output} holds no plain run, which gaps are measured against; train {PLAIN.name} at the same rate.")
     print(table(gaps))
     draw(gaps, output.with_suffix(".png"))
     return 0
@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     groups = "; ".join(f"{name}: {', '.join(setting.name for setting in group)}" for name, group in GROUPS.items())
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=QUANTIZED, metavar="GROUP", help=groups.replace("%", "%%"))
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="SETTING", help="these alone, instead of groups")
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, metavar="SETTING", help="these alone, instead of groups; a gap needs the plain one, too"
+    )
     parser.add_argument("--model", choices=MODELS, default="narrow", help="of 0.25 million parameters, the wide ones of 1.6 million")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6, 7, 8], metavar="SEED")
     parser.add_argument("--train-iters", type=int, default=300)

@@ -16,7 +16,7 @@ from megatron_zpp.zero.policy import Policy, with_quantized_gradients, with_weig
 
 PAPER = "--zeropp paper"
 LEAN = "--zeropp lean"
-RATES = {0.5: ", half the rate", 1.0: "", 2.0: ", twice the rate", 4.0: ", four times the rate"}
+RATES = {0.5: ", half the rate", 1.0: "", 2.0: ", twice the rate"}
 ONE_BIT = "--zero-quantized-weight-differences-bits 1"
 
 

@@ -31,6 +31,7 @@ class Record:
     """What has been measured, stored after every run.
 
     subject: what all runs have in common. Raises ValueError if the file holds runs with another subject. origin: of what is added.
+    timed: by rate and name, the seconds of a step in each round.
     """
 
     def __init__(self, path: Path, subject: Mapping[str, Any], origin: Mapping[str, Any]) -> None:
@@ -38,7 +39,7 @@ class Record:
         self.subject = json.loads(json.dumps(subject))
         self.origin = dict(origin)
         self.curves: list[Curve] = []
-        self.step_seconds: dict[str, dict[str, float]] = {}
+        self.timed: dict[str, dict[str, list[float]]] = {}
         if path.is_file():
             stored = json.loads(path.read_text(encoding="utf-8"))
             other = [name for name, value in self.subject.items() if stored["subject"].get(name) != value]
@@ -55,7 +56,7 @@ class Record:
 
     def _take(self, stored: Mapping[str, Any]) -> None:
         self.curves = [Curve(**curve) for curve in stored["curves"]]
-        self.step_seconds = stored["step_seconds"]
+        self.timed = stored["step_seconds"]
 
     def has_curve(self, setting: str, learning_rate: float, rate: Rate, last: int) -> bool:
         """Whether a run with these has been made up to step `last`."""
@@ -75,14 +76,20 @@ class Record:
         self.curves.append(curve)
         self._write()
 
-    def has_seconds(self, rate: Rate, name: str) -> bool:
-        return name in self.step_seconds.get(str(rate), {})
+    @property
+    def step_seconds(self) -> dict[str, dict[str, float]]:
+        """By rate and name, the seconds of a step: the least that was measured, because nothing makes a step faster than it is."""
+        return {rate: {name: min(seconds) for name, seconds in of_rate.items()} for rate, of_rate in self.timed.items()}
+
+    def rounds(self, rate: Rate, name: str) -> int:
+        """How often steps of `name` have been timed at a rate."""
+        return len(self.timed.get(str(rate), {}).get(name, []))
 
     def add_seconds(self, rate: Rate, name: str, seconds: float) -> None:
-        """Stores the seconds of a step of `name` at a rate."""
-        self.step_seconds.setdefault(str(rate), {})[name] = seconds
+        """Stores the seconds of a step of `name` at a rate, of one round."""
+        self.timed.setdefault(str(rate), {}).setdefault(name, []).append(seconds)
         self._write()
 
     def _write(self) -> None:
         curves = [asdict(curve) for curve in self.curves]
-        write(self._path, {**self.origin, "subject": self.subject, "step_seconds": self.step_seconds, "curves": curves})
+        write(self._path, {**self.origin, "subject": self.subject, "step_seconds": self.timed, "curves": curves})

@@ -13,7 +13,7 @@ from benchmarks.time_study.settings import SETTINGS
 from docs.drawing.canvas import Canvas, Theme
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "time_to_loss.json"
-SHOWN = (FSDP2, ZERO3, ALL, LEAN, f"{LEAN}, 8 x the batch", "islands, H = 16")
+SHOWN = (FSDP2, ZERO3, ALL, LEAN, f"{LEAN}, 4 x the batch", "islands, H = 16")
 LEFT, TOP, WIDE, HIGH, GAP = 50, 92, 236, 210, 24
 SECONDS_PER_MINUTE = 60
 TICKS = {1: "1 min", 10: "10 min", 60: "1 h", 600: "10 h"}

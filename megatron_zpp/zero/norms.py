@@ -1,8 +1,8 @@
-"""Norms over all ranks. Each rank adds up the squares of its own slice of each unit, in fp64, and these sums in the order of the units.
+"""Norms over all ranks. Each rank adds up the squares of its own slice of each unit, in fp64, and then these sums of its units.
 
-One number of each rank crosses the links, whatever the number of units. Every rank adds these in the order of the slices, and those of one
-slice in the order of the ladders. So the norm of equal values has the same bits in every stage, and a NaN or inf on one rank reaches all
-ranks. The device does all of this; the host need not wait.
+So one number of each rank crosses the links, whatever the number of units. Every rank adds those of all ranks, which are in the order of
+the slices, and for one slice in that of the ladders. So the norm of equal values has the same bits in every stage, and a NaN or inf on one
+rank reaches all ranks. The device does all of this; the host need not wait.
 
 A partial sum depends only on the values of the unit's tensors and on where these are cut. So a slice has the same sum in every stage.
 """

@@ -28,7 +28,7 @@ from megatron_zpp.zero.unit import WeightUnit
 
 _CLIP_EPSILON = 1e-6
 
-# As `refuses` of ZeroEngine.update.
+# From the reports of all ranks, [world_size, numel] fp64, whether the update must not be made, [] bool; None if it may.
 Refuses = Callable[[Tensor], Tensor | None]
 
 

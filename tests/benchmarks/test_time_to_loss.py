@@ -115,12 +115,12 @@ def test_the_tables_are_those_of_each_settings_best_rate(tmp_path: Path) -> None
 
 def test_an_incomplete_record_has_tables_of_what_is_there(tmp_path: Path) -> None:
     record = record_of(tmp_path)
-    for seconds in record.step_seconds.values():
-        del seconds[MEANS]
-    del record.step_seconds["10mbit"][ZERO3]
+    for of_rate in record.timed.values():
+        del of_rate[MEANS]
+    del record.timed["10mbit"][ZERO3]
     assert [line.split(" | ")[0] for line in minutes_to_loss(Findings(record)).splitlines()[2:]] == ["| lean"]
     assert step_seconds(Findings(record)).splitlines()[2] == "| ZeRO-3 | 1.00 | - |"
-    record.step_seconds.clear()
+    record.timed.clear()
     assert len(step_seconds(Findings(record)).splitlines()) == len(minutes_to_loss(Findings(record)).splitlines()) == 2
     assert len(whole_runs(Findings(record)).splitlines()) == 2
 
@@ -142,9 +142,11 @@ def test_a_loss_is_had_where_the_line_between_evaluations_first_falls_to_it() ->
 def test_a_record_goes_on_with_what_it_has_and_refuses_another_subject(tmp_path: Path) -> None:
     record_of(tmp_path)
     again = Record(tmp_path / "record.json", SUBJECT, ORIGIN)
-    assert again.has_curve(LEAN, 2e-3, UNLIMITED, 32) and again.has_seconds(TEN, LEAN)
+    assert again.has_curve(LEAN, 2e-3, UNLIMITED, 32) and again.rounds(TEN, LEAN) == 1
     assert not again.has_curve(LEAN, 2e-3, UNLIMITED, 33) and not again.has_curve(LEAN, 2e-3, TEN, 32)
-    assert not again.has_seconds(Rate.parse("50mbit"), LEAN)
+    assert again.rounds(Rate.parse("50mbit"), LEAN) == 0
+    again.add_seconds(TEN, LEAN, 9.0)
+    assert Record.stored(tmp_path / "record.json").step_seconds["10mbit"] == {ZERO3: 80.0, LEAN: 9.0, MEANS: 10.5, H16: 1.5}
     assert Record.stored(tmp_path / "record.json").curves == again.curves
     with pytest.raises(ValueError, match="another nodes; give another --output"):
         Record(tmp_path / "record.json", SUBJECT | {"nodes": 3}, ORIGIN)

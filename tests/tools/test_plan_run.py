@@ -383,7 +383,7 @@ def test_the_round_trip_between_nodes_makes_every_member_slower_and_none_of_one_
         for ms in ("0", "100")
     )
     for name, member in near.items():
-        assert far[name]["seconds"] > member["seconds"] + 0.2  # two gathers of numbers between three nodes
+        assert far[name]["seconds"] > member["seconds"] + 0.1  # two rounds of the gather of numbers
     alone = [plan(tmp_path, "--nodes", "1", "--teraflops", "1", "--inter-milliseconds", ms) for ms in ("0", "100")]
     assert alone[0] == alone[1]
 

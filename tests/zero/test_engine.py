@@ -221,7 +221,8 @@ def test_one_bad_element_on_one_rank_skips_the_step_on_every_rank_as_if_it_had_n
 
 
 @pytest.mark.parametrize("row", ["stage 1", "stage 3"])
-def test_a_refused_update_is_skipped_as_if_the_step_had_never_been_whether_host_or_device_decides(row: str) -> None:
+def test_an_update_that_a_report_refuses_is_skipped_as_if_the_step_had_never_been_whether_host_or_device_decides(row: str) -> None:
+    """Rank 1 alone reports that step 50 is refused. All ranks get the reports of both, rank by rank."""
     job = Job(ROWS[row], steps=3)
 
     def train(rank: Rank) -> tuple[History, bool]:
@@ -229,7 +230,9 @@ def test_a_refused_update_is_skipped_as_if_the_step_had_never_been_whether_host_
         for step, is_refused in ((0, False), (50, True), (1, False), (2, False)):
             loss = rank.accumulate(step)
             rank.engine.finish_gradients()
-            result = rank.engine.update(LEARNING_RATE, refusal=torch.tensor(is_refused))
+            own = torch.tensor([step, is_refused and rank.backend.rank == 1], dtype=torch.float64)
+            result = rank.engine.update(LEARNING_RATE, report=own, refuses=lambda of_ranks: of_ranks[1, 1] != 0)
+            assert result.report == (step, 0, step, is_refused)
             refused = result if is_refused else refused
             history += [(loss, result.grad_norm)] * (not is_refused)
         rank.engine.close()
