@@ -102,7 +102,7 @@ class OptimizerStep:
     def _norm(self, report: Tensor | None, refuses: Refuses) -> tuple[Tensor, Readout]:
         """The square of the norm, [] fp64, and numbers on their way to the host.
 
-        In this order: the square, whether orders of hops differ, zeros if they are counted, reports, whether all left parameters out.
+        In this order: the square, whether orders of hops differ, zeros if they are counted, all reports, what `take_unused` reads.
         """
         with self._options.observer.phase("optimizer-clip-main-grad"):
             calls = self._step_calls.numbers()
@@ -116,7 +116,7 @@ class OptimizerStep:
             with self._options.observer.phase("optimizer-count-zeros"):
                 numbers.append(count_zeros(self._gradients, self._links).view(1))
         numbers.append(reports.flatten())
-        numbers.append(self._step_calls.all_left_some_out(of_ranks))
+        numbers.append(self._step_calls.left_out(of_ranks))
         return squared, Readout(torch.cat(numbers), self._links.streams)
 
     def _update_ahead(self, squared: Tensor, numbers: Readout, update: Update, side: SideStream) -> StepResult:

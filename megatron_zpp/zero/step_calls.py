@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -34,33 +35,48 @@ class StepCalls:
         return all(len(gradient.reached) == len(gradient.layout.params) for gradient in self._gradients)
 
     def numbers(self) -> Tensor:
-        """What this rank tells the others, [2] fp64 on its device: its order of hops, and whether it has left a parameter out."""
+        """What this rank tells the others, [2] fp64 on its device: checksums of its order of hops and of the parameters that it left out."""
         row = torch.zeros(2, dtype=torch.float64, device=self._links.device)
-        for column, value in enumerate((self._order.checksum, not self.reaches_all())):
+        for column, value in enumerate((self._order.checksum, _checksum(self._left_out()))):
             if value:
                 row[column].fill_(value)  # `row[column] = value` would wait for the device
         return row
+
+    def _left_out(self) -> list[str]:
+        """The parameters that this rank's loss has not reached."""
+        if self.reaches_all():
+            return []
+        placed = ((index in gradient.reached, param) for gradient in self._gradients for index, param in enumerate(gradient.layout.params))
+        return [param.spec.name for is_reached, param in placed if not is_reached]
 
     def differ(self, of_ranks: Tensor) -> Tensor:
         """Whether the ranks have asked for hops in different orders, [] bool on the device. of_ranks: `numbers` of every rank."""
         return (of_ranks[:, 0] != of_ranks[0, 0]).any()
 
-    def all_left_some_out(self, of_ranks: Tensor) -> Tensor:
-        """What `take_unused` reads, [1] fp64; nothing if this rank's own loss has reached all parameters, because then none is unused."""
-        return of_ranks[:0, 1] if self.reaches_all() else of_ranks[:, 1].min().view(1)
+    def left_out(self, of_ranks: Tensor) -> Tensor:
+        """What `take_unused` reads, [2] fp64: the least and the largest checksum of left out parameters.
+
+        Nothing if this rank knows that no parameter is unused, because its own loss has reached all.
+        """
+        return of_ranks[:0, 1] if self.reaches_all() else torch.stack(of_ranks[:, 1].aminmax())
 
     def take_unused(self, numbers: list[float]) -> frozenset[str]:
-        """The parameters that no rank's loss has reached. numbers: the last is that of `all_left_some_out`, which is removed.
+        """The parameters that no rank's loss has reached. numbers: the last are those of `left_out`, which are removed.
 
-        If all ranks have left some out, they gather which, and wait.
+        If all ranks left some out, and not the same, they gather which, and wait.
         """
-        if self.reaches_all() or not numbers.pop():
+        own = self._left_out()
+        if not own:
             return frozenset()
-        reached = [index in gradient.reached for gradient in self._gradients for index in range(len(gradient.layout.params))]
-        own = torch.tensor(reached, dtype=torch.uint8, device=self._links.device)
-        is_reached = self._links.gather_world(own).flatten(0, 1).any(dim=0).tolist()
-        names = (placed.spec.name for gradient in self._gradients for placed in gradient.layout.params)
-        return frozenset(name for name, is_one in zip(names, is_reached, strict=True) if not is_one)
+        largest, least = numbers.pop(), numbers.pop()
+        if not least:
+            return frozenset()
+        if least == largest:
+            return frozenset(own)
+        names = [placed.spec.name for gradient in self._gradients for placed in gradient.layout.params]
+        is_left_out = torch.tensor([name in own for name in names], dtype=torch.uint8, device=self._links.device)
+        by_all = self._links.gather_world(is_left_out).flatten(0, 1).all(dim=0).tolist()
+        return frozenset(name for name, is_by_all in zip(names, by_all, strict=True) if is_by_all)
 
     def refuse_difference(self) -> None:
         """Raises RuntimeError with the first hop for which ranks have asked differently. Every rank must call it if they `differ`."""
@@ -75,3 +91,8 @@ class StepCalls:
     def begin_step(self) -> None:
         """The ranks have compared their calls."""
         self._order.begin()
+
+
+def _checksum(names: Sequence[str]) -> int:
+    """Of some names, less than 2^53, which fp64 has exactly; 0 if there are none, and only then."""
+    return 1 + int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=6).digest(), "little") if names else 0

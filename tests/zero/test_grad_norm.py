@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 from harness.small_engine import ROWS, Job, ModelShape, Rank, global_batch, plain_model
 from harness.worlds import run_world
+from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.zero.norms import count_zeros
+from megatron_zpp.zero.step_calls import StepCalls
 
 pytestmark = pytest.mark.virtual
 
@@ -50,20 +53,35 @@ def test_the_norm_of_the_weights_is_that_of_the_whole_model_with_the_same_bits_w
     assert norms.pop() == pytest.approx(whole, rel=1e-12)  # some thousand fp64 additions in another order: 4e3 x 2^-53
 
 
-FP64_BYTES, NUMBERS = 8, 3  # the sum of squares, the order of hops, whether parameters were left out
+FP64_BYTES, NUMBERS = 8, 3  # the sum of squares, and checksums of the order of hops and of parameters that were left out
 
 
-@pytest.mark.parametrize("blocks", [1, 4])
-@pytest.mark.parametrize("has_spare", [False, True], ids=["all parameters are reached", "every rank leaves some out"])
-def test_the_ranks_tell_each_other_three_numbers_in_a_step_and_a_byte_per_parameter_only_if_all_leave_some_out(
-    blocks: int, has_spare: bool
+class OneSpareEach(Rank):
+    """Rank r reaches the spare parameter of block r mod 2 alone."""
+
+    def loss(self, step: int, microbatch: int = 0) -> Tensor:
+        block = self.model.blocks[self.backend.rank % 2]
+        block.forward = lambda hidden, _: type(block).forward(block, hidden, True)
+        return super().loss(step, microbatch)
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+@pytest.mark.parametrize(
+    ("has_spare", "kind", "unused"),
+    [(False, Rank, []), (True, Rank, range(4)), (True, OneSpareEach, range(2, 4))],
+    ids=["all are reached", "the same are left out", "others are left out on each rank"],
+)
+def test_the_ranks_tell_each_other_three_numbers_in_a_step_and_which_parameters_they_left_out_only_if_these_differ(
+    blocks: int, has_spare: bool, kind: type[Rank], unused: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = ModelShape(inner=(5,) * blocks, has_spare=has_spare)
+    shape, take, taken = ModelShape(inner=(5,) * blocks, has_spare=has_spare), StepCalls.take_unused, list[frozenset[str]]()
+    monkeypatch.setattr(StepCalls, "take_unused", lambda calls, numbers: taken.append(found := take(calls, numbers)) or found)
 
     def program(backend: VirtualBackend) -> Traffic:
-        rank = Rank(Job(ROWS["stage 3"], shape=shape), backend)
+        rank = kind(Job(ROWS["stage 3"], shape=shape), backend)
         rank.step(0)
         return rank.ledger.total(Category.CONTROL)
 
-    of_rank = NUMBERS * FP64_BYTES + has_spare * len(list(plain_model(shape).parameters()))
+    of_rank = NUMBERS * FP64_BYTES + (kind is OneSpareEach) * len(list(plain_model(shape).parameters()))
     assert run_world((2, 2), program) == [Traffic(inter_bytes=2 * of_rank, intra_bytes=of_rank)] * 4
+    assert taken == [frozenset(f"blocks.{block}.spare" for block in unused if block < blocks)] * 4
