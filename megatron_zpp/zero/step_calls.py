@@ -35,7 +35,7 @@ class StepCalls:
         return all(len(gradient.reached) == len(gradient.layout.params) for gradient in self._gradients)
 
     def numbers(self) -> Tensor:
-        """What this rank tells the others, [2] fp64 on its device: checksums of its order of hops and of the parameters that it left out."""
+        """What this rank tells the others, [2] fp64 on its device: checksums of its order of hops and of parameters that it left out."""
         row = torch.zeros(2, dtype=torch.float64, device=self._links.device)
         for column, value in enumerate((self._order.checksum, _checksum(self._left_out()))):
             if value:
