@@ -65,14 +65,14 @@ class StepCalls:
 
         If all ranks left some out, and not the same, they gather which, and wait.
         """
-        own = self._left_out()
+        own = frozenset(self._left_out())
         if not own:
-            return frozenset()
+            return own
         largest, least = numbers.pop(), numbers.pop()
         if not least:
             return frozenset()
         if least == largest:
-            return frozenset(own)
+            return own
         names = [placed.spec.name for gradient in self._gradients for placed in gradient.layout.params]
         is_left_out = torch.tensor([name in own for name in names], dtype=torch.uint8, device=self._links.device)
         by_all = self._links.gather_world(is_left_out).flatten(0, 1).all(dim=0).tolist()
