@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.parallel.gathers import all_gather, gather_levels
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.groups import WorldGroups
 from megatron_zpp.parallel.islands import ranks_of_columns, ranks_of_islands
 from megatron_zpp.parallel.topology import Lane, Link
 
@@ -51,10 +53,6 @@ class Backend(WorldGather, Protocol):
         """Sends the i-th equal part of `sent` to member i, and fills `output` with the parts for this rank, in member order; both uint8."""
 
 
-# torch 2.13 renames the collective and warns at every call by the old name.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
 class TorchWork:
     """A collective of torch.distributed under way."""
 
@@ -71,20 +69,20 @@ class TorchWork:
 class TorchBackend:
     """The collectives of torch.distributed. Each lane has its own process group.
 
-    world: the group of all ranks of the grid; by default torch's default group.
+    world: the groups in which all ranks of the grid gather numbers; by default that of all ranks of torch.distributed.
 
     On CUDA a collective runs in the current stream. With async_op=True, NCCL would run it in one more stream per group; a device has few
     queues for streams, and kernels of two streams in one queue wait for each other.
     """
 
-    def __init__(self, grid: Grid, rank: int, groups: Mapping[Lane, dist.ProcessGroup], world: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, grid: Grid, rank: int, groups: Mapping[Lane, dist.ProcessGroup], world: WorldGroups = WorldGroups()) -> None:
         self.grid = grid
         self.rank = rank
         self._groups = groups
         self._world = world
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work | None:
-        work = _all_gather(output, own, group=self._groups[lane], async_op=not output.is_cuda)
+        work = all_gather(output, own, group=self._groups[lane], async_op=not output.is_cuda)
         return None if work is None else TorchWork(work)
 
     def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work | None:
@@ -94,10 +92,9 @@ class TorchBackend:
     def gather_world(self, own: Tensor) -> Tensor:
         if self.grid.world_size == 1:
             return own.detach().clone().view(1, 1, -1)
-        output = own.new_empty(self.grid.world_size * own.numel())
         with naming("a few numbers of every rank"):
-            _all_gather(output, own.contiguous(), group=self._world)
-        return output.view(self.grid.data_ranks, self.grid.tensor_ranks, -1)
+            rows = gather_levels(own, self._world)
+        return rows.view(self.grid.data_ranks, self.grid.tensor_ranks, -1)
 
 
 class CollectiveError(RuntimeError):

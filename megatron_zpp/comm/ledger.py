@@ -65,8 +65,12 @@ class Ledger:
         return link_traffic(self.grid, self.rank, link, bytes_per_member)
 
     def measure_world(self, bytes_per_member: int) -> Traffic:
-        """What this rank receives if every other rank of the world sends it `bytes_per_member`."""
-        return _from(self.grid.world_peers, bytes_per_member)
+        """This rank's part of what its node receives while all ranks gather `bytes_per_member` of each (parallel/gathers.py).
+
+        The first rank of a node receives those of all other nodes once, and gives them to the R - 1 others.
+        """
+        others, nodes = self.grid.ranks_per_node - 1, self.grid.nodes
+        return Traffic((nodes - 1) * bytes_per_member, others * (1 + nodes * (nodes > 1)) * bytes_per_member)
 
     def book(self, category: Category, traffic: Traffic) -> None:
         self._booked[category] += traffic

@@ -22,7 +22,7 @@ from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.comm.waits import Waits
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.groups import end_group, make_lane_groups, make_world_group
+from megatron_zpp.parallel.groups import end_group, make_lane_groups, make_world_groups
 
 _made = itertools.count()  # every rank makes them in the same order
 
@@ -66,13 +66,13 @@ class WorldLinks:
         index, own = next((index, world) for index, world in enumerate(worlds) if dist.get_rank() in world)
         rank, streams, name = own.index(dist.get_rank()), streams_of(device), f"megatron_zpp/lanes/{next(_made)}/{index}"
         of_lanes = make_lane_groups(grid, dist.get_rank(), timeout, device, connecting, worlds)
-        world = make_world_group(worlds, dist.get_rank(), timeout, device, connecting) if len(worlds) > 1 else None
+        world = make_world_groups(grid, worlds, dist.get_rank(), timeout, device, connecting)
         backend = TorchBackend(grid, rank, of_lanes, world)
         asks = waits.watch is None and streams is None and len(of_lanes) > 0
         lanes = _asking_lanes(name, rank, grid.world_size) if asks else make_lanes(streams, waits.watch or nothing)
         if streams is not None:
             send_first_messages(backend, lanes, device, own)
-        return cls(_links(backend, lanes, device, replace(waits, ranks=own)), (*of_lanes.values(), *([world] if world is not None else [])))
+        return cls(_links(backend, lanes, device, replace(waits, ranks=own)), (*of_lanes.values(), *world.made()))
 
     def end(self) -> None:
         """Ends the groups, once no rank needs them any more."""

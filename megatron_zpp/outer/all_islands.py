@@ -8,7 +8,7 @@ from megatron_zpp.comm.backend import WorldGather
 
 
 class AllIslands:
-    """Gathers a few numbers inside every island, then between the islands.
+    """Gathers a few numbers between the islands, then inside every island: so each crosses to another island once.
 
     rank: of this process among all, island after island.
     """
@@ -21,6 +21,9 @@ class AllIslands:
 
     def gather_world(self, own: Tensor) -> Tensor:
         """[data ranks, tensor ranks, numel]: `own` [numel] of every rank. Every rank must call it, and waits."""
-        of_island = self._island.gather_world(own)
-        of_all = self._column.gather_world(of_island.flatten())
-        return of_all.view(len(of_all) * len(of_island), *of_island.shape[1:])
+        of_column = self._column.gather_world(own)
+        islands = len(of_column)
+        of_all = self._island.gather_world(of_column.flatten())  # [data ranks and tensor ranks of an island, islands x numel]
+        data_ranks, tensor_ranks, _ = of_all.shape
+        rows = of_all.view(data_ranks, tensor_ranks, islands, own.numel())
+        return rows.permute(2, 0, 1, 3).reshape(islands * data_ranks, tensor_ranks, own.numel())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.grid import Grid, Peers
 from megatron_zpp.parallel.topology import ACROSS_LANES, CONTEXT_ACROSS, LANES, TENSOR_ACROSS, Direction, Lane, Link
 
 MEBIBYTE = 2**20
@@ -22,7 +22,7 @@ MEBIBYTE = 2**20
 # an A100 waits for links at the worst moment; islands of several nodes have 18 more between them. NCCL_MAX_CTAS in the environment
 # wins; NCCL reads it.
 FAST_CTAS, LANE_CTAS, CONTEXT_CTAS = 16, 8, 4
-WORLD_CTAS = 2  # a few numbers per step
+WORLD_CTAS = 1  # of each of the two levels in which a few numbers per step are gathered
 
 # Bytes from NCCL 2.30. Each channel to a peer has a buffer for each of three protocols (init.cc, computeBuffSizes: 512 KiB of LL, 4800 KiB
 # of LL128, 4 MiB of Simple) and rounds their sum up to 2 MiB (transport/p2p.cc).
@@ -71,7 +71,10 @@ def lane_ctas(grid: Grid, lane: Lane) -> int:
 
 
 def communicators(grid: Grid) -> tuple[Communicator, ...]:
-    """The communicators of a rank: one for each lane whose link has more than one rank, and that of the world. All ranks have alike."""
+    """The communicators of the first rank of a node: one for each lane whose link has more than one rank, and those of the world.
+
+    The world has one in the node and one between nodes, which the other ranks of a node do not have.
+    """
     if grid.world_size == 1:
         return ()
     of_lanes = [
@@ -84,4 +87,5 @@ def communicators(grid: Grid) -> tuple[Communicator, ...]:
         for lane in (*LANES, *ACROSS_LANES)
         if grid.link_ranks(lane.link) > 1
     ]
-    return (*of_lanes, Communicator(*grid.world_peers, WORLD_CTAS, exchanges=False, gathers=True))
+    levels = (Peers(grid.ranks_per_node - 1, 0), Peers(0, grid.nodes - 1))
+    return (*of_lanes, *(Communicator(*peers, WORLD_CTAS, exchanges=False, gathers=True) for peers in levels if any(peers)))

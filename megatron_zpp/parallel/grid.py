@@ -157,11 +157,6 @@ class Grid:
         """Those that share `link` with `rank`."""
         return _peers(self, link, rank)
 
-    @property
-    def world_peers(self) -> Peers:
-        """The other ranks of the world, for any rank."""
-        return Peers(self.ranks_per_node - 1, self.world_size - self.ranks_per_node)
-
     def groups(self, link: Link) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that share `link`, in the order of their first ranks."""
         return tuple(sorted({self.members(link, rank) for rank in range(self.world_size)}))

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import entry_points
@@ -66,22 +67,46 @@ def _members(grid: Grid, lane: Lane, worlds: Sequence[Sequence[int]]) -> Iterato
             yield [world[member] for member in members]
 
 
-def make_world_group(
+@dataclass(frozen=True)
+class WorldGroups:
+    """The process groups in which all ranks of a world gather a few numbers.
+
+    node: of the ranks of this rank's node; None where no two ranks share a node, or all do. nodes: their number, if there is one.
+    between: of the first ranks of all nodes, of which this rank may be one. If `node` is None, of all ranks, by default torch's own group.
+    """
+
+    node: dist.ProcessGroup | None = None
+    between: dist.ProcessGroup | None = None
+    nodes: int = 1
+
+    def made(self) -> list[dist.ProcessGroup]:
+        """Those that have to be ended."""
+        return [group for group in (self.node, self.between) if group is not None]
+
+
+def make_world_groups(
+    grid: Grid,
     worlds: Sequence[Sequence[int]],
     rank: int,
     timeout: timedelta,
     device: torch.device,
     connecting: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> dist.ProcessGroup:
-    """The process group of all ranks of the world that `rank` is in. Every rank of torch.distributed must call it.
+) -> WorldGroups:
+    """The groups of the world that `rank` is in. Every rank of torch.distributed must call it. The arguments: as of `make_lane_groups`."""
 
-    worlds: of all ranks. The others: as of `make_lane_groups`.
-    """
-    backend, groups = nccl_backend() if device.type == "cuda" else None, []
-    for world in worlds:
-        with connecting():
-            groups.append(dist.new_group(list(world), timeout=timeout, backend=backend, pg_options=world_options(timeout, device)))
-    return next(group for world, group in zip(worlds, groups, strict=True) if rank in world)
+    def own_of(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+        own = None
+        for ranks in groups:
+            with connecting():
+                group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=world_options(timeout, device))
+            own = group if rank in ranks else own
+        return own
+
+    backend, of_node = nccl_backend() if device.type == "cuda" else None, grid.ranks_per_node
+    if grid.nodes == 1 or of_node == 1:
+        return WorldGroups(between=own_of(worlds) if len(worlds) > 1 else None)
+    nodes = [world[first : first + of_node] for world in worlds for first in range(0, grid.world_size, of_node)]
+    return WorldGroups(own_of(nodes), own_of(world[::of_node] for world in worlds), grid.nodes)
 
 
 def _backend_arguments(grid: Grid, lane: Lane, timeout: timedelta, device: torch.device) -> dict[str, Any]:

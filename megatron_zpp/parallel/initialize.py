@@ -19,6 +19,7 @@ from megatron_zpp.parallel.failures.launcher_watch import FAILURE_EXIT_CODE
 from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
 from megatron_zpp.parallel.failures.unlimited_wait import ended_by_failures
+from megatron_zpp.parallel.gathers import gather_rounds
 from megatron_zpp.parallel.groups import end_world, nccl_backend, shorten_records, world_options
 from megatron_zpp.parallel.joining.interface import GLOO_VARIABLE
 from megatron_zpp.parallel.joining.join import join
@@ -209,18 +210,13 @@ def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]
     What UTF-8 cannot hold, such as a path of other bytes, arrives as \\udcXX. Raises UnicodeDecodeError if what arrives is not UTF-8.
     """
     data = text.encode("utf-8", errors="backslashreplace")
-    lengths = _gather(torch.tensor([len(data)]), group)
-    padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
+    lengths = gather_rounds(torch.tensor([len(data)]), group).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    if padded.numel() == 0:
+        return [""] * len(lengths)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-    return [row[: int(length)].numpy().tobytes().decode("utf-8") for row, length in zip(_gather(padded, group), lengths, strict=True)]
-
-
-def _gather(values: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The tensors of all ranks in rank order, which all have the shape of `values`, on the CPU."""
-    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-    if values.numel() > 0:
-        dist.all_gather(gathered, values, group=group)
-    return gathered
+    rows = gather_rounds(padded, group)
+    return [row[:length].numpy().tobytes().decode("utf-8") for row, length in zip(rows, lengths, strict=True)]
 
 
 class GroupRanks:

@@ -139,7 +139,7 @@ def test_on_a_gpu_a_collective_runs_in_the_stream_that_calls_it(is_cuda: bool, m
         asked.append(async_op)
         return object() if async_op else None
 
-    monkeypatch.setattr(backend_module, "_all_gather", collective)
+    monkeypatch.setattr(backend_module, "all_gather", collective)
     monkeypatch.setattr(backend_module.dist, "all_to_all_single", collective)
     lane, buffer = LANES[0], cast(Any, SimpleNamespace(is_cuda=is_cuda))
     backend = TorchBackend(GRIDS[0], 0, {lane: cast(Any, None)})

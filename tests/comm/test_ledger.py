@@ -43,11 +43,6 @@ def test_the_bytes_that_enter_the_nodes_are_counted_message_by_message(grid: Gri
         assert within == 0 or sum(counted.values()) in (0, traffic.intra_bytes)
 
 
-def test_a_gather_of_the_world_counts_every_other_rank_once() -> None:
-    assert Ledger(Grid.of_nodes(3, 2), 4).measure_world(10) == Traffic(inter_bytes=40, intra_bytes=10)
-    assert Ledger(Grid.of_nodes(3, 2, tensor_ranks=2), 4).measure_world(10) == Traffic(inter_bytes=40, intra_bytes=10)
-
-
 def test_ladders_beside_each_other_multiply_what_enters_a_node() -> None:
     one, two = Ledger(Grid.of_nodes(2, 2), 0), Ledger(Grid.of_nodes(2, 4, tensor_ranks=2), 0)
     traffic = one.measure(Link.INTER, 10)

@@ -19,7 +19,7 @@ from megatron_zpp.parallel.groups import (
     RECORD_MILLISECONDS,
     RECORD_VARIABLE,
     make_lane_groups,
-    make_world_group,
+    make_world_groups,
     nccl_backend,
     shorten_records,
     world_options,
@@ -97,16 +97,34 @@ def test_worlds_that_are_arranged_alike_have_groups_of_their_own_ranks(monkeypat
             assert calls[int(str(group)) - 1].ranks == [world[place] for place in Grid.of_nodes(2, 2).members(lane.link, world.index(rank))]
 
 
+ISLANDS = [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_each_of_several_worlds_has_a_group_for_all_of_its_ranks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("grid", "worlds", "expected"),
+    [
+        (Grid.of_nodes(1, 8), [range(8)], []),  # torch has one of all ranks
+        (Grid.of_nodes(8, 1), [range(8)], []),
+        (Grid.of_nodes(2, 4), [range(8)], [[0, 1, 2, 3], [4, 5, 6, 7], [0, 4]]),
+        (Grid.of_nodes(1, 4), ISLANDS, ISLANDS),
+        (Grid.of_nodes(4, 1), ISLANDS, ISLANDS),
+        (Grid.of_nodes(2, 2), ISLANDS, [[0, 2], [4, 6], [1, 3], [5, 7], [0, 4], [1, 5]]),
+    ],
+    ids=str,
+)
+def test_numbers_are_gathered_in_one_group_per_node_and_one_of_first_ranks_or_in_one_if_no_two_ranks_share_a_node_or_all_do(
+    grid: Grid, worlds: list[list[int]], expected: list[list[int]], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = _record_new_groups(monkeypatch)
-    backend = nccl_backend() if device == GPU else None
-    for rank in range(4):
+    for rank in range(8):
         calls.clear()
-        own: int = int(str(make_world_group([range(2), range(2, 4)], rank, TIMEOUT, device)))
-        assert [call.ranks for call in calls] == [[0, 1], [2, 3]]
-        assert {call.others.get("backend") for call in calls} == {backend}
-        assert rank in calls[own - 1].ranks
+        made = make_world_groups(grid, worlds, rank, TIMEOUT, device)
+        assert [call.ranks for call in calls] == expected
+        assert {call.others["backend"] for call in calls} <= {nccl_backend() if device == GPU else None}
+        own = [calls[int(str(group)) - 1].ranks for group in made.made()]
+        assert own == [ranks for ranks in expected if rank in ranks]
+        assert (made.node is not None) == (len(expected) in (3, 6)) and made.nodes == (2 if made.node is not None else 1)
 
 
 def test_a_link_of_one_rank_has_no_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,5 +83,5 @@ def test_the_ranks_tell_each_other_three_numbers_in_a_step_and_which_parameters_
         return rank.ledger.total(Category.CONTROL)
 
     of_rank = NUMBERS * FP64_BYTES + (kind is OneSpareEach) * len(list(plain_model(shape).parameters()))
-    assert run_world((2, 2), program) == [Traffic(inter_bytes=2 * of_rank, intra_bytes=of_rank)] * 4
+    assert run_world((2, 2), program) == [Traffic(inter_bytes=of_rank, intra_bytes=3 * of_rank)] * 4
     assert taken == [frozenset(f"blocks.{block}.spare" for block in unused if block < blocks)] * 4

@@ -6,8 +6,8 @@ Assumptions:
 - A hop over the inter link occupies the link between nodes, even if its partitions are parts of one node.
 - Ranks that share layers or divide samples have priority on their links: what waits for the same link waits so much longer.
 - A collective between N nodes also takes the latency of their link once for each of its rounds, one after the other: N - 1 for a gather
-  (a ring), 1 for an exchange, in which every node sends to all others at once. Other hops use the link meanwhile. At the end of a step two
-  gathers bring numbers to all ranks, and nothing runs beside them.
+  (a ring), 1 for an exchange, in which every node sends to all others at once. Other hops use the link meanwhile. At the end of a step
+  numbers are brought to all ranks in log2(N) rounds, rounded up, and nothing runs beside them.
 - Overlap.STREAMS: hops run beside computation and do not slow it down, encoding and decoding included (lanes on CUDA streams).
   Overlap.THREAD: one thread encodes, sends, receives and decodes for all lanes on the cores of computation, which stops meanwhile unless it
   waits (lanes on gloo). A payload is sent and received while it crosses its link. Overlap.NONE: every hop is waited for where it is
@@ -235,15 +235,19 @@ class _Clock:
             self._host_now += seconds
 
     def _gather_numbers(self, item: GatherNumbers) -> None:
-        self.now += self._latency(Direction.CLIMB)
+        self.now += self._latency((self.grid.nodes - 1).bit_length())  # ceil(log2(N))
         self._host_now = self.enqueued
 
-    def _latency(self, direction: Direction) -> float:
+    def _latency(self, rounds: int) -> float:
         """Seconds of all rounds of a collective between nodes; adds them to `busy`."""
-        others = self.grid.nodes - 1
-        seconds = self.machine.inter.latency_seconds * (others if direction is Direction.CLIMB else min(1, others))
+        seconds = self.machine.inter.latency_seconds * rounds
         self.busy["latency"] += seconds
         return seconds
+
+    def _rounds(self, direction: Direction) -> int:
+        """Of a hop between nodes."""
+        others = self.grid.nodes - 1
+        return others if direction is Direction.CLIMB else min(1, others)
 
     # ---- hops
 
@@ -275,7 +279,7 @@ class _Clock:
         self.busy["inter_link"] += between
         self.busy["intra_link"] += within
         self.link_free[link] = max(ready, self.link_free[link]) + seconds
-        return self.link_free[link] + (self._latency(hop.lane.direction) if traffic.inter_bytes else 0.0)
+        return self.link_free[link] + (self._latency(self._rounds(hop.lane.direction)) if traffic.inter_bytes else 0.0)
 
 
 class _StreamClock(_Clock):
