@@ -1,11 +1,12 @@
 """Measures what it takes to find a rank's elements in a checkpoint that was saved in another world.
 
     python -m benchmarks.reshard --output benchmarks/results/reshard.json
+    python -m benchmarks.reshard --ranks 4096 --rounds 1 --output benchmarks/results/reshard_4096.json
 
 The model has the shapes of Llama 3 70B: 80 blocks, hidden size 8192, 64 heads in 8 groups, 28672 channels, 128256 words. The manifests are
-those of 64 ranks at ZeRO-3 with three states in fp32; there are no tensors. T tensor ranks divide the parameters, and D data ranks divide
-the part of each: qkv, gate, value, head and embedding by rows, projection and down by columns, gains not at all. The figures of a load are
-those of the worst of the first, the middle and the last rank. Seconds are of one core.
+those of --ranks ranks at ZeRO-3 with three states in fp32; there are no tensors. T tensor ranks divide the parameters, and D data ranks
+divide the part of each: qkv, gate, value, head and embedding by rows, projection and down by columns, gains not at all. The figures of a
+load are those of the worst of the first, the middle and the last rank. Seconds are of one core.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -46,7 +48,6 @@ from megatron_zpp.parallel.stripes import columns_of
 from megatron_zpp.zero.layout import FlatLayout
 
 BLOCKS, HIDDEN, HEADS, GROUPS, CHANNELS, FFN, VOCABULARY = 80, 8192, 64, 8, 128, 28672, 128256
-RANKS = 64
 BLOCK_NUMEL = 256
 STATES = dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), ELEMENT_TYPE)
 STATE_BYTES = ELEMENT_BYTES[ELEMENT_TYPE]
@@ -74,13 +75,14 @@ class Param:
 
 @dataclass(frozen=True)
 class World:
-    """T tensor ranks times D data ranks."""
+    """T tensor ranks times D data ranks. ranks: of both."""
 
     tensor_ranks: int
+    ranks: int
 
     @property
     def data_ranks(self) -> int:
-        return RANKS // self.tensor_ranks
+        return self.ranks // self.tensor_ranks
 
     def __str__(self) -> str:
         return f"{self.tensor_ranks} x {self.data_ranks}"
@@ -101,7 +103,7 @@ UNITS = (
     ("head", (Param("weight", (VOCABULARY, HIDDEN), "rows"),)),
 )
 SHAPES = {f"{unit}.{param.name}": param.shape for unit, params in UNITS for param in params}
-CASES = {World(1): (World(1), World(8)), World(8): (World(8), World(4), World(1))}
+CASES = {1: (1, 8), 8: (8, 4, 1)}  # tensor ranks that saved, and those that load
 
 
 @cache
@@ -136,7 +138,7 @@ def manifest_of(world: World) -> Manifest:
     """The manifest of a checkpoint that `world` has saved."""
     checksums = random.Random(1)
     files, pieces = [], []
-    for rank in range(RANKS):
+    for rank in range(world.ranks):
         name = f"rank_{rank:05d}.safetensors"
         saved = [(parameter, state, stripe) for parameter, state, stripe, is_saved in elements_of(world, rank) if is_saved]
         entries = [TensorEntry(f"{name}.{state}.{stripe.start}", ELEMENT_TYPE, (stripe.numel,)) for name, state, stripe in saved]
@@ -193,7 +195,10 @@ def timed(call: Callable[[], Result], rounds: int) -> tuple[Result, float]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The figures of a checkpoint. rectangles: as which its pieces would have to be written if they had whole rows only."""
+    """The figures of a checkpoint. rectangles: as which its pieces would have to be written if they had whole rows only.
+
+    read_mib: what a process that reads the manifest has had of memory at most, without what it has before.
+    """
 
     saved: str
     manifest_bytes: int
@@ -201,6 +206,7 @@ class Checkpoint:
     pieces: int
     rectangles: int
     read_seconds: float
+    read_mib: float
     index_seconds: float
     check_seconds: float
 
@@ -230,13 +236,25 @@ def measured_checkpoint(world: World, rounds: int) -> tuple[Manifest, Checkpoint
         (folder / MANIFEST_FILE).write_text(text)
         (folder / MARKER_FILE).write_text(marker_json(text))
         manifest, read_seconds = timed(lambda: read_manifest(folder), rounds)
+        read_mib = int(subprocess.run([sys.executable, "-c", READ, name], check=True, capture_output=True, text=True).stdout) / 1024
     index, index_seconds = timed(lambda: index_of(manifest), rounds)
     errors, check_seconds = timed(lambda: list(index.errors()), rounds)
     if errors:
         raise RuntimeError(f"the pieces of {world} are not the whole model: {errors[0]}")
     lines = len(text) - text.index('"pieces"')
     count = sum(map(rectangles, manifest.pieces))
-    return manifest, Checkpoint(str(world), len(text), lines, len(manifest.pieces), count, read_seconds, index_seconds, check_seconds)
+    sizes = (len(text), lines, len(manifest.pieces), count)
+    return manifest, Checkpoint(str(world), *sizes, read_seconds, read_mib, index_seconds, check_seconds)
+
+
+READ = """
+import pathlib, sys
+from megatron_zpp.checkpoint.manifest import read_manifest
+def most(): return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+before = most()
+read_manifest(pathlib.Path(sys.argv[1]))
+print(most() - before)
+"""
 
 
 def index_of(manifest: Manifest) -> PieceIndex:
@@ -270,28 +288,36 @@ def measured_load(manifest: Manifest, saved: World, loaded: World, rank: int, ro
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="reshard.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=64, help="a multiple of 8 (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     checkpoints: list[Checkpoint] = []
     loads: list[Load] = []
-    for saved, readers in CASES.items():
+    some_ranks = (0, options.ranks // 2, options.ranks - 1)
+    for tensor_ranks, readers in CASES.items():
+        saved = World(tensor_ranks, options.ranks)
         manifest, figures = measured_checkpoint(saved, options.rounds)
         checkpoints.append(figures)
-        loads += [measured_load(manifest, saved, loaded, rank, options.rounds) for loaded in readers for rank in (0, RANKS // 2, RANKS - 1)]
+        for loaded in (World(reader, options.ranks) for reader in readers):
+            loads += [measured_load(manifest, saved, loaded, rank, options.rounds) for rank in some_ranks]
     members = {"checkpoints": [vars(one) for one in checkpoints], "loads": [vars(one) for one in loads]}
-    report("reshard", arguments, {}, f"{checkpoint_table(checkpoints)}\n\n{load_table(loads)}", members, options.output)
+    report(
+        "reshard", arguments, {"ranks": options.ranks}, f"{checkpoint_table(checkpoints)}\n\n{load_table(loads)}", members, options.output
+    )
     return 0
 
 
 def checkpoint_table(checkpoints: Sequence[Checkpoint]) -> str:
     lines = [
-        "| saved as T x D | manifest, MB | pieces, MB | pieces | as rectangles | read, s | index, s | check, s |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| saved as T x D | manifest, MB | pieces, MB | pieces | as rectangles | read, s | memory, MiB | index, s | check, s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for one in checkpoints:
         sizes = f"{one.manifest_bytes / 1e6:.1f} | {one.bytes_of_pieces / 1e6:.1f} | {one.pieces} | {one.rectangles}"
-        lines.append(f"| {one.saved} | {sizes} | {one.read_seconds:.2f} | {one.index_seconds:.3f} | {one.check_seconds:.3f} |")
+        lines.append(
+            f"| {one.saved} | {sizes} | {one.read_seconds:.2f} | {one.read_mib:.0f} | {one.index_seconds:.3f} | {one.check_seconds:.3f} |"
+        )
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from megatron_zpp.zero.policy import Policy, with_quantized_gradients, with_weig
 
 PAPER = "--zeropp paper"
 LEAN = "--zeropp lean"
-RATES = {0.5: ", half the rate", 1.0: "", 2.0: ", twice the rate"}
+RATES = {0.5: ", half the rate", 1.0: "", 2.0: ", twice the rate", 4.0: ", four times the rate"}
 ONE_BIT = "--zero-quantized-weight-differences-bits 1"
 
 
@@ -119,7 +119,7 @@ ISLANDS = (
     Setting("islands, every 16 steps, moments averaged", outer=EVERY_16, averages_moments=True),
 )
 HALF_RATE = tuple(setting.at_rate(0.5) for setting in FIRST)
-ISLANDS_BY_RATE = tuple(setting.at_rate(factor) for factor in (0.5, 1.0, 2.0) for setting in (PLAIN, EVERY_16_STEPS))
+ISLANDS_BY_RATE = tuple(setting.at_rate(factor) for factor in RATES for setting in (PLAIN, EVERY_16_STEPS))
 SETTINGS = {setting.name: setting for setting in (*FIRST, *SECOND, *ISLANDS, *HALF_RATE, *ISLANDS_BY_RATE)}
 GROUPS = {
     "rows": ROWS,

@@ -52,7 +52,7 @@ MODELS = {
     "wide": (WIDE, OPTIMIZER.format(rate="0.0015", least="0.00015")),
     "islands-wide": (WIDE, OPTIMIZER.format(rate="0.0015", least="0.00015")),
 }
-SAMPLES = {"narrow": 8, "wide": 8, "islands": 32, "islands-wide": 32}  # of a step, over all ranks
+SAMPLES = {"narrow": 8, "wide": 8, "islands": 32, "islands-wide": 64}  # of a step, over all ranks
 BATCH = "--micro-batch-size {own} --global-batch-size {whole}"
 DATA = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --num-workers 0"
 SHARDING = f"--zero-stage 3 --ranks-per-node {RANKS_PER_NODE}"

@@ -31,7 +31,7 @@ class Control:
     @property
     def rounds(self) -> int:
         """Messages between nodes that a rank waits for, one after the other."""
-        return (self.nodes - 1).bit_length()
+        return rounds_of(self.nodes)
 
     @property
     def headers_per_round(self) -> float:
@@ -56,6 +56,10 @@ def measured(network: Network, nodes: int, ranks_per_node: int, port: int) -> Co
         raise RuntimeError("\n".join(f"rank {rank}: exit code {code}\n{printed}" for rank, (code, printed) in enumerate(outcomes)))
     levels, ring = json.loads(outcomes[0][1].splitlines()[-1])
     return Control(nodes, ranks_per_node, payload_into_node(nodes, ranks_per_node), levels, ring)
+
+
+def rounds_of(nodes: int) -> int:
+    return (nodes - 1).bit_length()
 
 
 def payload_into_node(nodes: int, ranks_per_node: int, numbers: int = NUMBERS) -> int:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Thread
 from typing import Generic, TypeVar
 
 Answer = TypeVar("Answer")
+
+
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.02, 1.0
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before asking the same again, each time twice as long up to a second: so a thousand ranks that wait ask little."""
+    seconds = FIRST_PAUSE_SECONDS
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, LAST_PAUSE_SECONDS)
 
 
 class NoAnswer(RuntimeError):

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_zpp.parallel.failures.pulse import pulse_key
-from megatron_zpp.parallel.failures.question import answer_within
+from megatron_zpp.parallel.failures.question import answer_within, pauses
 from megatron_zpp.parallel.ranks_in_words import ranks_in_words
 
-FIRST_POLL_SECONDS = 0.02
-LAST_POLL_SECONDS = 1.0
 SILENT_SECONDS = 300.0  # after this time without a pulse a rank counts as dead, or after the run's timeout if that is less
 CHECK_SECONDS = 2.0
 LINE_SECONDS = 30.0
@@ -51,22 +49,22 @@ class RollCall:
     def _wait(self, announce: Callable[[str], None]) -> None:
         started = time.monotonic()
         next_line, next_check = started + LINE_SECONDS, started
-        poll_seconds = FIRST_POLL_SECONDS
         pulses: dict[int, tuple[int, float]] = {}
-        while self._add("done") < self.world_size:
-            time.sleep(poll_seconds)
-            poll_seconds = min(2 * poll_seconds, LAST_POLL_SECONDS)
+        watched = list(range(1, self.world_size)) if self.rank == 0 else [0]  # one rank that watches all others is enough
+        for pause in pauses():
+            if self._add("done") >= self.world_size:
+                return
+            time.sleep(pause)
             self.check_others()
             if time.monotonic() < min(next_check, next_line):
                 continue
             next_check = time.monotonic() + CHECK_SECONDS
-            watched = range(1, self.world_size) if self.rank == 0 else range(1)  # one rank that watches all others is enough
-            missing = [rank for rank in watched if self._add("done", rank) == 0]
-            self._check_alive(missing, pulses)
+            watched = [rank for rank in watched if self._add("done", rank) == 0]
+            self._check_alive(watched, pulses)
             if self.rank > 0 or time.monotonic() < next_line:
                 continue
             next_line += LINE_SECONDS
-            announce(f"waiting for {ranks_in_words(missing)} of {self.world_size}: {self.work} ({time.monotonic() - started:.0f} s)")
+            announce(f"waiting for {ranks_in_words(watched)} of {self.world_size}: {self.work} ({time.monotonic() - started:.0f} s)")
 
     def _check_alive(self, missing: list[int], pulses: dict[int, tuple[int, float]]) -> None:
         """Raises RuntimeError if a missing rank is silent. pulses: of each rank, its pulse and when that was first seen."""

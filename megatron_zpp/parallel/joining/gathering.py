@@ -68,14 +68,15 @@ class Gathering:
             if former.job.differ_from(self._me.job):
                 raise JoinError(other_job(self._me, former, self._place))
         self._store.set(INVITATION, self._invitation)
-        next_look = time.monotonic() + LOOK_SECONDS
+        next_look, missing = time.monotonic() + LOOK_SECONDS, list(range(1, self._me.world_size))
         while self._part.add(CLAIMS, 0) < self._me.world_size - 1:
             if self._answers:
                 self._answer()
             self._check_claims()
             if time.monotonic() > min(next_look, started + seconds):
                 next_look = time.monotonic() + LOOK_SECONDS
-                if not (missing := self._missing()):
+                missing = [rank for rank in missing if not self._part.check([claim_key(rank)])]
+                if not missing:
                     break  # one of them was lost before it could add its claim to the number of claims
                 if time.monotonic() > started + seconds:
                     self._give_up(self._vain_wait(missing, seconds))
@@ -103,9 +104,6 @@ class Gathering:
                 twice = f"two processes claim rank {rank} of {self._me.world_size}: {holder}, and {other}"
                 remedy = f"give every process its own RANK, or if they belong to two runs, another MASTER_PORT or {JOB_VARIABLE}"
                 self._give_up(f"at {self._place} {twice}; {remedy}")
-
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(1, self._me.world_size) if not self._part.check([claim_key(rank)])]
 
     def _vain_wait(self, missing: list[int], seconds: float) -> str:
         """What rank 0 says if ranks have not come."""

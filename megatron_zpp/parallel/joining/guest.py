@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from megatron_zpp.parallel.failures.question import pauses
 from megatron_zpp.parallel.joining.gathering import (
     BEGUN,
     CLAIMS,
     GIVEN_UP,
     GREETINGS,
     INVITATION,
-    POLL_SECONDS,
     READERS,
     REFUSED,
     answer_key,
@@ -50,22 +50,26 @@ class Guest:
         invitation = self._invited()
         part = dist.PrefixStore(invitation.part, self._store)
         self._claim(part)
-        while not part.check([BEGUN]):
+        for pause in pauses():
+            if part.check([BEGUN]):
+                break
             self._tell(f"{invitation.rank_0} is rank 0, but not all of {self._me.world_size} ranks have come")
             if part.check([GIVEN_UP]):
                 why = part.get(GIVEN_UP)[:MOST_CHARACTERS].decode(errors="replace")
                 part.add(READERS, 1)
                 raise JoinError(f"rank {self._me.rank} has joined in vain: {why}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
         return invitation.part
 
     def _invited(self) -> Invitation:
         key = self._greet() if self._asks else INVITATION
-        while not self._store.check([key]):
+        for pause in pauses():
+            if self._store.check([key]):
+                break
             self._tell("a store is there, but rank 0 has not come")
             if self._asks and self._store.check([INVITATION]):
                 self._check_job(decoded_invitation(self._store.get(INVITATION)).rank_0)
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
         invitation = decoded_invitation(self._store.get(key))
         self._check_job(invitation.rank_0)
         if invitation.rank_0.world_size != self._me.world_size:
