@@ -1,10 +1,11 @@
 """Measures what grows with the number of ranks.
 
-    python -m benchmarks.scale control groups joining real-ranks --output benchmarks/results/scale.json
+    python -m benchmarks.scale control groups joining store real-ranks --output benchmarks/results/scale.json
 
 control: bytes of a gather of numbers that enter a node, on nodes that are network namespaces. groups: the process groups of a rank, with
-torch's fake groups. joining: operations of the store of members that are threads, one of which comes late. real-ranks: memory of the host
-of real ranks of the training script. Each part that is measured replaces the stored one. Needs root or user namespaces.
+torch's fake groups. joining: operations of the store of members that are threads, one of which comes late. store: what torch asks of it
+for a group of gloo, and how much it answers. real-ranks: memory of the host of real ranks of the training script. Each part that is
+measured replaces the stored one. Needs root or user namespaces.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import in_table, machine_text, origin, origin_with, write
-from benchmarks.scale_study import control, groups, members, real_ranks
+from benchmarks.scale_study import control, groups, members, real_ranks, store
 from testbed.sandbox import enter_own_network
 
 PARTS: dict[str, Callable[[], Sequence[Any]]] = {
     "control": control.measure,
     "groups": groups.measure,
     "joining": members.measure,
+    "store": store.measure,
     "real-ranks": real_ranks.measure,
 }
 LARGE = (512, 8), (2048, 8)  # nodes, ranks per node
@@ -80,6 +82,12 @@ def joining_table(results: Mapping[str, Any]) -> str:
     )
 
 
+def store_table(results: Mapping[str, Any]) -> str:
+    row = store.Store(**results["store"][0])
+    lines = [[f"of each of {ranks} ranks, to make one group of gloo", str(asked)] for ranks, asked in row.of_group.items()]
+    return in_table(["operations of the store", ""], [*lines, ["that it answers in a second", f"{row.per_second:.0f}"]])
+
+
 def real_ranks_table(results: Mapping[str, Any]) -> str:
     rows = [real_ranks.RealRanks(**row) for row in results["real-ranks"]]
     lines = [[str(row.ranks), f"{row.peak_mib:.1f}", f"{row.seconds:.0f}"] for row in rows]
@@ -90,6 +98,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "control": control_table,
     "groups": groups_table,
     "joining": joining_table,
+    "store": store_table,
     "real-ranks": real_ranks_table,
 }
 

@@ -25,6 +25,7 @@ from benchmarks import (
     quantization,
     reshard,
     save_copies,
+    scale,
     sockets,
     train_step,
 )
@@ -293,6 +294,10 @@ def senders() -> str:
     )
 
 
+def manifests(name: str) -> str:
+    return reshard.checkpoint_table([reshard.Checkpoint(**one) for one in stored(name)["checkpoints"]])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "integer_codes": integer_codes,
     "gaussian_codes": lambda: quantization.table([quantization.Result(**row) for row in rows_of("gaussian_cpu")]),
@@ -303,7 +308,9 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     "checkpoint": saving,
     "save_copies": lambda: save_copies.table([save_copies.Result(**row) for row in rows_of("save_copies")]),
-    "resharded_manifests": lambda: reshard.checkpoint_table([reshard.Checkpoint(**one) for one in stored("reshard")["checkpoints"]]),
+    "resharded_manifests": partial(manifests, "reshard"),
+    "resharded_manifests_4096": partial(manifests, "reshard_4096"),
+    **{f"scale_{part.replace('-', '_')}": partial(lambda table: table(stored("scale")), table) for part, table in scale.TABLES.items()},
     "resharded_loads": lambda: reshard.load_table([reshard.Load(**one) for one in stored("reshard")["loads"]]),
     "preprocessing": preprocessing,
     "preprocessing_memory": preprocessing_memory,

@@ -195,6 +195,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
         "tests/benchmarks/test_train_step.py::test_without_deepspeed_no_world_is_started"
     ),
     "python -m benchmarks.save_copies ...": "It needs root, for networks of its own, and takes five minutes.",
+    "python -m benchmarks.scale ...": "It needs root, for networks of its own, and takes half an hour.",
     "python -m benchmarks.sockets ...": BENCHMARK,
     "python -m benchmarks.time_to_loss --smoke": (
         "tests/benchmarks/test_time_to_loss.py::test_the_program_measures_and_reports_and_a_whole_run_has_the_losses_of_one_without_a_limit"
