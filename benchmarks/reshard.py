@@ -292,6 +292,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
+    if options.ranks < 8 or options.ranks % 8:
+        parser.error(f"--ranks {options.ranks} is not a multiple of 8")
     checkpoints: list[Checkpoint] = []
     loads: list[Load] = []
     some_ranks = (0, options.ranks // 2, options.ranks - 1)

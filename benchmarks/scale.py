@@ -1,11 +1,11 @@
 """Measures what grows with the number of ranks.
 
-    python -m benchmarks.scale control groups joining store real-ranks --output benchmarks/results/scale.json
+    python -m benchmarks.scale control groups joining reports store real-ranks --output benchmarks/results/scale.json
 
 control: bytes of a gather of numbers that enter a node, on nodes that are network namespaces. groups: the process groups of a rank, with
-torch's fake groups. joining: operations of the store of members that are threads, one of which comes late. store: what torch asks of it
-for a group of gloo, and how much it answers. real-ranks: memory of the host of real ranks of the training script. Each part that is
-measured replaces the stored one. Needs root or user namespaces.
+torch's fake groups. joining: operations of the store of members that are threads, one of which comes late. reports: of a rank that
+reports a failure. store: what torch asks of it for a group of gloo, and how much it answers. real-ranks: memory of the host of real ranks
+of the training script. Each part that is measured replaces the stored one. Needs root or user namespaces.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import in_table, machine_text, origin, origin_with, write
-from benchmarks.scale_study import control, groups, members, real_ranks, store
+from benchmarks.scale_study import control, groups, members, real_ranks, reports, store
 from testbed.sandbox import enter_own_network
 
 PARTS: dict[str, Callable[[], Sequence[Any]]] = {
     "control": control.measure,
     "groups": groups.measure,
     "joining": members.measure,
+    "reports": reports.measure,
     "store": store.measure,
     "real-ranks": real_ranks.measure,
 }
@@ -48,16 +49,14 @@ def main(arguments: list[str]) -> int:
 
 
 def control_table(results: Mapping[str, Any]) -> str:
-    """Measured worlds, then large ones whose bytes are those of the ledger and of as many rounds."""
+    """Measured worlds, then large ones by the ledger alone."""
     measured = [control.Control(**row) for row in results["control"]]
     rows = [
         [f"{row.nodes} x {row.ranks_per_node}", f"{row.rounds}", f"{row.payload}", f"{row.levels:.0f}", f"{row.ring:.0f}"]
         for row in measured
     ]
-    most = max(row.headers_per_round for row in measured)
     for nodes, ranks in LARGE:
-        payload, rounds = control.payload_into_node(nodes, ranks), control.rounds_of(nodes)
-        rows.append([f"{nodes} x {ranks}", f"{rounds}", f"{payload}", f"{payload + rounds * most:.0f}, computed", "-"])
+        rows.append([f"{nodes} x {ranks}", str(control.rounds_of(nodes)), str(control.payload_into_node(nodes, ranks)), "", ""])
     return in_table(["nodes x ranks", "rounds", "payload", "on the link", "one ring of all ranks"], rows)
 
 
@@ -82,6 +81,13 @@ def joining_table(results: Mapping[str, Any]) -> str:
     )
 
 
+def reports_table(results: Mapping[str, Any]) -> str:
+    rows = [reports.Report(**row) for row in results["reports"]]
+    return in_table(
+        ["ranks", "operations", "seconds"], [[str(row.ranks), str(row.operations), f"{row.seconds:.1f}"] for row in rows], words=0
+    )
+
+
 def store_table(results: Mapping[str, Any]) -> str:
     row = store.Store(**results["store"][0])
     lines = [[f"of each of {ranks} ranks, to make one group of gloo", str(asked)] for ranks, asked in row.of_group.items()]
@@ -91,6 +97,7 @@ def store_table(results: Mapping[str, Any]) -> str:
 def real_ranks_table(results: Mapping[str, Any]) -> str:
     rows = [real_ranks.RealRanks(**row) for row in results["real-ranks"]]
     lines = [[str(row.ranks), f"{row.peak_mib:.1f}", f"{row.seconds:.0f}"] for row in rows]
+    lines.append(["for each more", f"{real_ranks.mib_per_peer(rows):.3f}", ""])
     return in_table(["ranks", "most memory of a rank, MiB", "seconds of the run"], lines, words=0)
 
 
@@ -98,6 +105,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "control": control_table,
     "groups": groups_table,
     "joining": joining_table,
+    "reports": reports_table,
     "store": store_table,
     "real-ranks": real_ranks_table,
 }

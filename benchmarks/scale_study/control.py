@@ -33,10 +33,6 @@ class Control:
         """Messages between nodes that a rank waits for, one after the other."""
         return rounds_of(self.nodes)
 
-    @property
-    def headers_per_round(self) -> float:
-        return (self.levels - self.payload) / self.rounds
-
 
 def measure() -> list[Control]:
     """Of every world of WORLDS. This process must have a network of its own."""

@@ -37,6 +37,10 @@ class CountedStore(dist.Store):
         self.asked["check"] += 1
         return self._store.check(keys)
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.asked["multi_get"] += 1
+        return self._store.multi_get(keys)
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.asked["compare_set"] += 1
         return self._store.compare_set(key, expected, desired)

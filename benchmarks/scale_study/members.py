@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ PROCESSES = 4
 TIMEOUT = timedelta(minutes=10)
 WAITED_SECONDS = 10.0  # for others, after all have joined
 CHECK_SECONDS = 0.5  # between two looks of a rank that waits
+LONGEST_SECONDS = 1200.0
 STACK_BYTES = 256 * 1024  # of a thread
 
 
@@ -59,6 +61,16 @@ class _Lived:
     waiting: int
 
 
+def answered(processes: Sequence[BaseProcess], answers: Any) -> list[Any]:
+    """One answer of each process. Raises queue.Empty, and ends them, if one does not answer."""
+    try:
+        return [answers.get(timeout=LONGEST_SECONDS) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(1.0)
+            process.kill()
+
+
 def measure() -> list[Joining]:
     return [measured(members, LATE_SECONDS) for members in MEMBERS]
 
@@ -66,7 +78,7 @@ def measure() -> list[Joining]:
 def measured(members: int, late_seconds: float) -> Joining:
     context = multiprocessing.get_context("spawn")
     port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # free again when it has gone
-    answers: Any = context.SimpleQueue()
+    answers: Any = context.Queue()
     have_lived = context.Barrier(PROCESSES)  # the store is in the process of rank 0
     begun = time.monotonic()
     processes = [
@@ -75,9 +87,7 @@ def measured(members: int, late_seconds: float) -> Joining:
     ]
     for process in processes:
         process.start()
-    lived: list[_Lived] = [one for _ in processes for one in answers.get()]
-    for process in processes:
-        process.join()
+    lived: list[_Lived] = [one for answer in answered(processes, answers) for one in answer]
     others = [one for one in lived if one.rank > 0]
     return Joining(
         members=members,

@@ -1,4 +1,4 @@
-"""Runs of the training script with many real ranks on this machine: memory of the host per rank, and what torch asks of the store."""
+"""Runs of the training script with many real ranks on this machine: memory of the host per rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,11 @@ def measured(ranks: int) -> RealRanks:
         )
         for rank in range(ranks)
     ]
-    printed = [process.communicate(timeout=LONGEST_SECONDS)[0] for process in processes]
+    try:
+        printed = [process.communicate(timeout=LONGEST_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     peaks = [PEAK.search(text) for text in printed]
     if any(peak is None for peak in peaks):
         raise RuntimeError(next(text for text, peak in zip(printed, peaks, strict=True) if peak is None))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from benchmarks.scale_study.counted_store import CountedStore
+from benchmarks.scale_study.members import answered
 
 RANKS = (4, 8, 16)
 PROCESSES, CLIENTS, SECONDS = 3, 8, 5.0  # that ask as fast as they can
@@ -32,14 +33,11 @@ def measure() -> list[Store]:
 def _of_group(ranks: int) -> int:
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    answers: Any = context.SimpleQueue()
+    answers: Any = context.Queue()
     processes = [context.Process(target=_rank, args=(rank, ranks, store.port, answers)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    most = max(answers.get() for _ in processes)
-    for process in processes:
-        process.join()
-    return int(most)
+    return int(max(answered(processes, answers)))
 
 
 def _rank(rank: int, ranks: int, port: int, answers: Any) -> None:
@@ -54,11 +52,11 @@ def _rank(rank: int, ranks: int, port: int, answers: Any) -> None:
 def _per_second() -> float:
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    answers: Any = context.SimpleQueue()
+    answers: Any = context.Queue()
     processes = [context.Process(target=_clients, args=(store.port, answers)) for _ in range(PROCESSES)]
     for process in processes:
         process.start()
-    return sum(answers.get() for _ in processes) / SECONDS
+    return float(sum(answered(processes, answers)) / SECONDS)
 
 
 def _clients(port: int, answers: Any) -> None:

@@ -153,7 +153,7 @@ def manifest_of(folder: Path, data: bytes) -> Manifest:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Pieces of a thousand ranks are millions of objects without circles, which collections would visit again and again, half the time."""
+    """A million pieces, of thousands of ranks, are objects without cycles. Collections would take half of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """The bytes that one rank has received, by category.
+    """The bytes that one rank has received, by category; of numbers that all ranks gather, its part of what its node has received.
 
     The traffic of a hop is measured when the hop is made, and booked when its result is waited for. So a climb that was submitted ahead
     counts in the step whose forward waits for it.

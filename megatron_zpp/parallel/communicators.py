@@ -19,7 +19,7 @@ MEBIBYTE = 2**20
 # most: the tensor link, which every layer waits for, without one the context link, and without both the climbs. An exchange of gradients
 # with many peers would need gigabytes of buffers for as many. 8 are more than a network of 400 Gbit/s per GPU needs. All communicators
 # have 42 CTAs, 50 with one of these links, and 54 with both, where the context link has as many as a network needs. So no more than half of
-# an A100 waits for links at the worst moment; islands of several nodes have 18 more between them. NCCL_MAX_CTAS in the environment
+# an A100 waits for links at the worst moment; islands of several nodes have 17 more between them. NCCL_MAX_CTAS in the environment
 # wins; NCCL reads it.
 FAST_CTAS, LANE_CTAS, CONTEXT_CTAS = 16, 8, 4
 WORLD_CTAS = 1  # of each of the two levels in which a few numbers per step are gathered

@@ -1,6 +1,6 @@
 """Gathers a few numbers of every rank: inside every node, then between the first ranks of the nodes, then back into every node.
 
-So each number crosses the link between nodes once per node, however many ranks a node has.
+So each number enters every other node once, however many ranks that has.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 def gather_levels(own: Tensor, groups: WorldGroups) -> Tensor:
     """[ranks, numel]: `own` [numel] of every rank of the world, in rank order. Every rank must call it, and waits."""
+    own = own.detach()
     if groups.node is None:
         return _gather(own, groups.between)
     of_node = _gather(own, groups.node)
     if groups.node.rank() == 0:
-        of_all = _gather(of_node.flatten(), groups.between).flatten()
+        if groups.between is None:
+            raise RuntimeError("the first rank of a node has no group of first ranks")
+        of_all = _gather(of_node, groups.between).flatten()
     else:
         of_all = own.new_empty(groups.nodes * of_node.numel())
     dist.broadcast(of_all, dist.get_global_rank(groups.node, 0), groups.node)
@@ -28,25 +31,27 @@ def gather_levels(own: Tensor, groups: WorldGroups) -> Tensor:
 
 
 def gather_rounds(own: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """[members, numel]: `own` [numel], on the CPU, of every member, in member order. Every member must call it, and waits.
+    """[members, numel]: `own`, on the CPU, of every member, in member order. Every member must call it, and waits.
 
     group: by default that of all ranks of torch.distributed. For small messages, each of which costs little more than its latency.
     gloo's own gather goes around a ring: each of M members waits for M - 1 messages, one after the other. In the rounds here a member has
     twice as many rows after each (Bruck's algorithm). So it waits for ceil(log2 M) messages, and has at most twice as many peers.
+    A sender over gloo waits until its receiver has asked for the message, so all are asked for at once.
     """
     group = group or dist.group.WORLD
     if group is None:
         raise RuntimeError("torch.distributed has not connected the ranks")
     rank, members = group.rank(), group.size()
     rows = own.new_empty(members, own.numel())
-    rows[0].copy_(own)
-    known = 1  # rows, of this member and of those after it
-    while known < members:
-        more = min(known, members - known)
-        sending = group.send([rows[:more]], (rank - known) % members, 0)
-        group.recv([rows[known : known + more]], (rank + known) % members, 0).wait()
-        sending.wait()
-        known += more
+    rows[0].copy_(own.flatten())
+    knows = [2**number for number in range((members - 1).bit_length())]  # rows, of this member and of those after it, before each round
+    receiving = [group.recv([rows[known : 2 * known]], (rank + known) % members, 0) for known in knows]
+    sending = []
+    for known, received in zip(knows, receiving, strict=True):
+        sending.append(group.send([rows[: min(known, members - known)]], (rank - known) % members, 0))
+        received.wait()
+    for sent in sending:
+        sent.wait()
     return rows.roll(rank, 0)
 
 
@@ -55,5 +60,5 @@ def _gather(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if not own.is_cuda:
         return gather_rounds(own, group)
     rows = own.new_empty(dist.get_world_size(group), own.numel())
-    all_gather(rows.view(-1), own.contiguous(), group=group)
+    all_gather(rows.view(-1), own.flatten(), group=group)
     return rows

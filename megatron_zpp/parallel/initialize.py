@@ -74,6 +74,7 @@ class World:
         backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
         # A rank that has connected waits here. In its first collective it would run into the timeout as early as those that cannot connect.
         with self._naming_lost_ranks(CONNECTING), self._roll_call(CONNECTING).after(print), self.connecting():
+            self._failure_board.enter()
             dist.init_process_group(
                 backend,
                 store=self._joined.part,
@@ -215,7 +216,8 @@ def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]
     if padded.numel() == 0:
         return [""] * len(lengths)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-    rows = gather_rounds(padded, group)
+    rows = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(rows, padded, group=group)  # around a ring, where each text enters a node once
     return [row[:length].numpy().tobytes().decode("utf-8") for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -199,6 +200,21 @@ def test_a_manifest_that_contradicts_itself_is_damaged(folder: Path, change: Cal
     with pytest.raises(DamagedCheckpointError, match="is damaged") as error:
         read_manifest(folder)
     assert finding in str(error.value)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_as_before_once_a_manifest_is_read_or_refused(folder: Path, collects: bool) -> None:
+    try:
+        (gc.enable if collects else gc.disable)()
+        read_manifest(folder)
+        assert gc.isenabled() == collects
+        (folder / MANIFEST_FILE).write_text("{}")
+        (folder / MARKER_FILE).write_text(marker_json("{}"))
+        with pytest.raises(CheckpointError):
+            read_manifest(folder)
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("member", "value"), [("format", "other"), ("format_version", 1), ("format_version", 4), ("format_version", "3")])

@@ -43,6 +43,12 @@ def test_the_bytes_that_enter_the_nodes_are_counted_message_by_message(grid: Gri
         assert within == 0 or sum(counted.values()) in (0, traffic.intra_bytes)
 
 
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_of_a_gather_of_the_world_a_rank_counts_its_part_of_what_its_node_receives(tensor_ranks: int) -> None:
+    traffic = Ledger(Grid.of_nodes(3, 2, tensor_ranks), 4).measure_world(10)
+    assert traffic == Traffic(inter_bytes=20, intra_bytes=40)  # of the node 40 from others; inside 2 x 10, and 60 given to the second rank
+
+
 def test_ladders_beside_each_other_multiply_what_enters_a_node() -> None:
     one, two = Ledger(Grid.of_nodes(2, 2), 0), Ledger(Grid.of_nodes(2, 4, tensor_ranks=2), 0)
     traffic = one.measure(Link.INTER, 10)

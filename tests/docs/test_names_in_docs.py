@@ -49,6 +49,7 @@ OF_NCCL_AND_OTHERS = {  # variables that no program here reads or sets
     "NCCL_IB_DISABLE",
     "NCCL_LAUNCH_ORDER_IMPLICIT",
     "NCCL_P2P_NET_CHUNKSIZE",
+    "TORCH_GLOO_LAZY_INIT",
     "TRITON_CACHE_DIR",
 }
 SOURCES = (".py", ".sh", ".sbatch", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".toml", ".json")

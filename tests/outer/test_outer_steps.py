@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_zpp.comm.code import EXACT, Code, Rotation, Rounding, SliceShape
 from megatron_zpp.comm.codec import Codec, Regions
 from megatron_zpp.comm.codecs import CastCodec
 from megatron_zpp.comm.ledger import Category, Traffic
+from megatron_zpp.outer.all_islands import AllIslands
 from megatron_zpp.outer.options import OuterOptions
 from megatron_zpp.outer.unit import OuterUnit
 from megatron_zpp.zero.adam import AdamOptions
@@ -267,6 +269,19 @@ def test_the_norm_of_weights_is_that_after_the_exchange_which_is_under_way() -> 
 
 def test_ranks_of_all_islands_are_counted_island_after_island() -> None:
     assert run_islands(2, 3, lambda member: member.outer.everyone.rank) == list(range(6))
+
+
+def test_numbers_of_all_islands_are_in_the_order_of_their_data_and_tensor_ranks() -> None:
+    """Three islands of two data ranks of two tensor ranks; each number says island, data rank, tensor rank and place."""
+    rows = torch.arange(24).view(3, 4, 2)
+
+    def gather(others: torch.Tensor, *shape: int) -> SimpleNamespace:
+        return SimpleNamespace(rank=0, gather_world=lambda own: others.reshape(*shape, own.numel()))
+
+    column = gather(rows[:, 1], 3, 1)  # of the ranks that have place 1 on each island
+    island = gather(rows.transpose(0, 1), 2, 2)  # what each rank of this island has from its column
+    everyone = AllIslands(island, column, 4).gather_world(rows[0, 1])
+    assert everyone.tolist() == rows.view(6, 2, 2).tolist()
 
 
 def test_first_exchanges_are_exact_where_the_engine_trains_in_full_precision_at_first() -> None:

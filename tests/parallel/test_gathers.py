@@ -57,18 +57,20 @@ class Group:
         return SimpleNamespace(wait=lambda: None)
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int) -> Any:
-        sent = self.messages.queue(self.ranks[sender], self.own).get(timeout=10)
-        assert sent.shape == tensors[0].shape
-        self.messages.lists[self.own].append((self.ranks[sender], sent.nbytes))
-        tensors[0].copy_(sent)
-        return SimpleNamespace(wait=lambda: None)
+        def wait() -> None:
+            sent = self.messages.queue(self.ranks[sender], self.own).get(timeout=10)
+            assert sent.shape == tensors[0].shape
+            self.messages.lists[self.own].append((self.ranks[sender], sent.nbytes))
+            tensors[0].copy_(sent)
+
+        return SimpleNamespace(wait=wait)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         if self.own == source:
             for receiver in range(1, self.size()):
                 self.send([tensor], receiver, 0)
         else:
-            self.recv([tensor], self.ranks.index(source), 0)
+            self.recv([tensor], self.ranks.index(source), 0).wait()
 
 
 def groups_of(grid: Grid, rank: int, messages: Messages) -> WorldGroups:
@@ -107,7 +109,7 @@ def test_a_number_enters_a_node_once_and_the_ledger_has_every_byte(shape: tuple[
 
 
 @pytest.mark.parametrize(("members", "rounds"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
-def test_over_gloo_a_rank_waits_for_as_many_messages_as_members_can_be_halved(
+def test_over_gloo_a_rank_waits_for_a_message_for_each_doubling_up_to_the_number_of_members(
     members: int, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages = gather_everywhere(Grid.of_nodes(members, 1), monkeypatch)
@@ -131,6 +133,36 @@ def gathered_over_gloo(nodes: int, ranks_per_node: int) -> list[Any]:
 
 
 def test_real_ranks_gather_in_the_order_of_the_world(ranks: RankPool) -> None:
-    for rank, rows in enumerate(ranks.run(3, 2, gathered_over_gloo, 3, 2)):
-        everyone, own = list(range(6)), list(range(rank % 2, 6, 2))
+    for rank, rows in enumerate(ranks.run(2, 4, gathered_over_gloo, 2, 4)):
+        everyone, own = list(range(8)), list(range(rank % 2, 8, 2))
         assert rows == [[number + shift for number in numbers] for numbers in (everyone, own) for shift in (0, 100)]
+
+
+def test_a_value_of_any_shape_arrives_without_its_graph() -> None:
+    own = torch.ones(2, 3, requires_grad=True)
+    rows = gather_levels(own, WorldGroups(between=cast(Any, Group(Messages(), [0], 0))))
+    assert rows.tolist() == [[1.0] * 6] and not rows.requires_grad
+
+
+def test_over_nccl_each_level_is_one_gather_into_rows_of_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(output: Tensor, own: Tensor, group: list[int]) -> None:
+        asked.append((group, own.shape))
+        output.view(len(group), -1)[:] = own
+
+    asked: list[tuple[list[int], torch.Size]] = []
+    monkeypatch.setattr(module, "all_gather", all_gather)
+    monkeypatch.setattr(module.dist, "get_world_size", len)
+    rows = module._gather(OnGpu(torch.ones(2, 3)), cast(Any, [0, 1, 2, 3]))
+    assert rows.shape == (4, 6) and asked == [([0, 1, 2, 3], torch.Size([6]))]
+
+
+class OnGpu(Tensor):
+    """A tensor of the CPU that says it is of a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    @staticmethod
+    def __new__(cls: type[OnGpu], values: Tensor) -> OnGpu:
+        return cast(OnGpu, values.as_subclass(cls))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from megatron_zpp.parallel.failures.pulse import pulse_key
-from megatron_zpp.parallel.failures.question import NoAnswer, Question, answer_within
+from megatron_zpp.parallel.failures.question import NoAnswer, Question, answer_within, counts_of
 from megatron_zpp.parallel.ranks_in_words import ranks_in_words
 
 FAILURE_KEY = "failure"
@@ -42,6 +43,11 @@ class FailureBoard:
         self._loss = ""
         self._known = ""
         self._look: Question[str] | None = None
+
+    def enter(self) -> None:
+        """Makes this rank's entries, so that one question later asks for those of all ranks."""
+        for key in (_signs_key(self._rank), _ended_key(self._rank)):
+            self._store.add(key, 0)
 
     def report(self, text: str, *, is_cause: bool = False) -> str:
         """Reports `text`; returns the first failure that any rank has reported, or if the store does not answer, that its holder is lost.
@@ -86,7 +92,7 @@ class FailureBoard:
         return _text(self._store.get(FAILURE_KEY)) if self._store.check([FAILURE_KEY]) else ""
 
     def _report(self, own: str, is_cause: bool) -> str:
-        self._store.set(_ended_key(self._rank), "")
+        self._store.add(_ended_key(self._rank), 1)
         is_first = self._store.add(REPORTERS_KEY, 1) == 1  # one rank that looks at all others is enough
         described = own if is_cause else self._with_silent_ranks(own) if is_first else self._after_the_first(own)
         first = self._store.compare_set(FAILURE_KEY, "", described)
@@ -107,20 +113,28 @@ class FailureBoard:
     def _with_silent_ranks(self, own: str) -> str:
         """The failure, and what the ranks show that have not ended with an error: which have no pulse, or else which do not wait."""
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        pulses = {rank: self._store.add(pulse_key(rank), 0) for rank in others}
-        signs = {rank: self._store.add(_signs_key(rank), 0) for rank in others}
+        pulses, signs = self._counts(pulse_key, others), self._counts(_signs_key, others)
         started = time.monotonic()
         lifeless = others
         while time.monotonic() - started < (LIFE_SECONDS if lifeless else SIGN_SECONDS):
             time.sleep(LOOK_SECONDS)
-            lifeless = [rank for rank in lifeless if self._store.add(pulse_key(rank), 0) == pulses[rank] and not self._has_ended(rank)]
+            lifeless = self._not_ended(self._unchanged(pulse_key, pulses, lifeless))
         if lifeless:
             return f"{ranks_in_words(lifeless)} {'shows' if len(lifeless) == 1 else 'show'} no sign of life (noticed by {own})"
-        busy = [rank for rank in others if self._store.add(_signs_key(rank), 0) == signs[rank] and not self._has_ended(rank)]
+        busy = self._not_ended(self._unchanged(_signs_key, signs, others))
         return f"{own} (busy or hanging: {ranks_in_words(busy)})" if 0 < len(busy) < len(others) else own
 
-    def _has_ended(self, rank: int) -> bool:
-        return bool(self._store.check([_ended_key(rank)]))
+    def _unchanged(self, key: Callable[[int], str], before: Mapping[int, int], ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks whose entry is what it was before."""
+        now = self._counts(key, ranks)
+        return [rank for rank in ranks if now[rank] == before[rank]]
+
+    def _not_ended(self, ranks: Sequence[int]) -> list[int]:
+        ended = self._counts(_ended_key, ranks)
+        return [rank for rank in ranks if not ended[rank]]
+
+    def _counts(self, key: Callable[[int], str], ranks: Sequence[int]) -> dict[int, int]:
+        return dict(zip(ranks, counts_of(self._store, [key(rank) for rank in ranks]), strict=True))
 
     def _without_store(self, own: str) -> str:
         if self._keeper is None:

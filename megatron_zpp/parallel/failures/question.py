@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Thread
 from typing import Generic, TypeVar
 
-Answer = TypeVar("Answer")
+import torch.distributed as dist
 
+Answer = TypeVar("Answer")
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.02, 1.0
 
@@ -18,6 +19,14 @@ def pauses() -> Iterator[float]:
     while True:
         yield seconds
         seconds = min(2 * seconds, LAST_PAUSE_SECONDS)
+
+
+def counts_of(store: dist.Store, keys: Sequence[str]) -> list[int]:
+    """How far each entry has been counted: one question for thousands of them, if all are there. Those that are not are made, with 0."""
+    names = list(keys)
+    if names and store.check(names):
+        return [int(count) for count in store.multi_get(names)]
+    return [store.add(name, 0) for name in names]
 
 
 class NoAnswer(RuntimeError):

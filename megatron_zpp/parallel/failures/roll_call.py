@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from megatron_zpp.parallel.failures.pulse import pulse_key
-from megatron_zpp.parallel.failures.question import answer_within, pauses
+from megatron_zpp.parallel.failures.question import answer_within, counts_of, pauses
 from megatron_zpp.parallel.ranks_in_words import ranks_in_words
 
 SILENT_SECONDS = 300.0  # after this time without a pulse a rank counts as dead, or after the run's timeout if that is less
@@ -59,7 +59,8 @@ class RollCall:
             if time.monotonic() < min(next_check, next_line):
                 continue
             next_check = time.monotonic() + CHECK_SECONDS
-            watched = [rank for rank in watched if self._add("done", rank) == 0]
+            done = self._asked_counts([self._key("done", rank) for rank in watched])
+            watched = [rank for rank, count in zip(watched, done, strict=True) if count == 0]
             self._check_alive(watched, pulses)
             if self.rank > 0 or time.monotonic() < next_line:
                 continue
@@ -69,8 +70,7 @@ class RollCall:
     def _check_alive(self, missing: list[int], pulses: dict[int, tuple[int, float]]) -> None:
         """Raises RuntimeError if a missing rank is silent. pulses: of each rank, its pulse and when that was first seen."""
         now = time.monotonic()
-        for rank in missing:
-            pulse = self._asked(pulse_key(rank), 0)
+        for rank, pulse in zip(missing, self._asked_counts([pulse_key(rank) for rank in missing]), strict=True):
             known, since = pulses.get(rank, (-1, now))
             if pulse != known:
                 pulses[rank] = (pulse, now)
@@ -80,7 +80,10 @@ class RollCall:
                 )
 
     def _add(self, kind: str, rank: int | None = None, count: int = 0) -> int:
-        return self._asked(f"roll call/{self.work}/{kind}" + ("" if rank is None else f"/{rank}"), count)
+        return answer_within(self.silent_seconds, lambda: self.store.add(self._key(kind, rank), count))
 
-    def _asked(self, key: str, count: int) -> int:
-        return answer_within(self.silent_seconds, lambda: self.store.add(key, count))
+    def _asked_counts(self, keys: Sequence[str]) -> list[int]:
+        return answer_within(self.silent_seconds, lambda: counts_of(self.store, keys))
+
+    def _key(self, kind: str, rank: int | None) -> str:
+        return f"roll call/{self.work}/{kind}" + ("" if rank is None else f"/{rank}")

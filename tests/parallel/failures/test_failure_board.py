@@ -62,9 +62,43 @@ def live(monkeypatch: pytest.MonkeyPatch, *signs: Callable[[], object]) -> None:
 def test_the_first_failure_names_the_ranks_that_have_neither_a_pulse_nor_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     live(monkeypatch, lambda: store.add(pulse_key(1), 1))
-    store.set(failure_board._ended_key(2), "")
+    store.add(failure_board._ended_key(2), 1)
     said = FailureBoard(store, 0, 5).report("connection closed")
     assert said == "ranks 3, 4 show no sign of life (noticed by rank 0: connection closed)"
+
+
+class CountingStore(dist.HashStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions += 1
+        return super().check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.questions += 1
+        return super().multi_get(keys)
+
+    def add(self, key: str, count: int) -> int:
+        self.questions += 1
+        return super().add(key, count)
+
+
+def test_the_report_of_one_rank_of_thousands_asks_for_all_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for ranks in (20, 2000):
+        store = CountingStore()
+        for rank in range(ranks):
+            FailureBoard(store, rank, ranks).enter()
+            store.add(pulse_key(rank), 1)
+        clock = iter(range(1000))
+        monkeypatch.setattr(failure_board.time, "monotonic", lambda clock=clock: 0.01 * next(clock))
+        monkeypatch.setattr(failure_board.time, "sleep", lambda _: None)
+        store.questions = 0
+        assert "show no sign of life" in FailureBoard(store, 1, ranks).report("connection closed")
+        asked.append(store.questions)
+    assert asked[0] == asked[1] < 200
 
 
 def test_ranks_that_live_are_named_if_they_alone_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import threading
+from itertools import islice
 
 import pytest
 import torch.distributed as dist
@@ -6,7 +7,7 @@ from harness.patience import PATIENCE_SECONDS, ClockOfLife, SetClock, wait_until
 
 from megatron_zpp.parallel.failures import pulse, roll_call
 from megatron_zpp.parallel.failures.pulse import Pulse, pulse_key
-from megatron_zpp.parallel.failures.question import NoAnswer
+from megatron_zpp.parallel.failures.question import NoAnswer, pauses
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
 
 
@@ -124,3 +125,7 @@ def test_a_pulse_tells_when_the_store_has_gone_silent() -> None:
     assert silent.wait(PATIENCE_SECONDS)
     store.gate.set()
     silence.stop()
+
+
+def test_pauses_between_questions_double_up_to_a_second() -> None:
+    assert list(islice(pauses(), 9)) == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
