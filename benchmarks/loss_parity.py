@@ -5,7 +5,7 @@
     python -m benchmarks.loss_parity --model wide --groups rows --seeds 1 2 3 4 5 6 7 8
     python -m benchmarks.loss_parity --model islands --groups islands --train-iters 400
     python -m benchmarks.loss_parity --model islands-wide --groups islands-by-rate --train-iters 1024 --seeds 1
-    python -m benchmarks.loss_parity --model islands-wide --settings ZeRO-3 "islands, every 16 steps" --train-iters 1024
+    python -m benchmarks.loss_parity --model islands-wide --settings "ZeRO-3, twice the rate" "islands, every 16 steps" --train-iters 1024
     python -m benchmarks.loss_parity --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -31,7 +32,7 @@ from benchmarks import (
 )
 from benchmarks.loss_study.gaps import Gap, Interval, gaps_of
 from benchmarks.loss_study.report import table as loss_table
-from benchmarks.loss_study.settings import plain_of
+from benchmarks.loss_study.settings import EVERY_16_STEPS, PLAIN, RATES, plain_of
 from benchmarks.loss_study.training import Outcome
 from benchmarks.report import in_table
 from benchmarks.slow_links.analysis import Rated, analyse, ratio_of_seconds
@@ -236,7 +237,32 @@ PAIRS = (
 )
 
 
+WIDE_PAIR = (PLAIN, EVERY_16_STEPS)
 ISLAND_PAIRS = (("islands, every 16 steps", "islands, every 16 steps, 16 bits"),)
+
+
+def islands_by_rate() -> str:
+    """The losses of the wide model's first seed, by rate."""
+    rate = float(re.search(r"--lr ([\d.e-]+)", stored("loss_islands_wide")["flags"])[1])  # type: ignore[index]  # every run has one
+    first = {one.setting: one.validation_loss for one in outcomes("loss_islands_wide") if one.seed == 1}
+    lines = [
+        [f"{factor * rate:g}", *(f"{first[name]:.4f}" if (name := setting.at_rate(factor).name) in first else "" for setting in WIDE_PAIR)]
+        for factor in RATES
+    ]
+    return in_table(["learning rate", *(setting.name for setting in WIDE_PAIR)], lines, words=0)
+
+
+def islands_at_their_best() -> str:
+    """Islands of the wide model beside plain training, each at the rate that was best for the first seed, over the seeds that both have."""
+    by_seed: dict[str, dict[int, float]] = {}
+    for one in outcomes("loss_islands_wide"):
+        by_seed.setdefault(one.setting, {})[one.seed] = one.validation_loss
+    tried = [[setting.at_rate(factor).name for factor in RATES] for setting in WIDE_PAIR]
+    plain, own = (min((by_seed[name] for name in names if name in by_seed), key=lambda losses: losses[1]) for names in tried)
+    seeds = sorted(plain.keys() & own.keys())
+    gap = Interval.of([100 * (own[seed] / plain[seed] - 1) for seed in seeds])
+    means = [f"{sum(losses[seed] for seed in seeds) / len(seeds):.4f}" for losses in (plain, own)]
+    return in_table([*(setting.name for setting in WIDE_PAIR), "gap, %", "seeds"], [[*means, str(gap), str(len(seeds))]], words=0)
 
 
 def seed_by_seed(study: str, pairs: Sequence[tuple[str, str]]) -> str:
@@ -340,6 +366,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss_models": models_of_the_study,
     "loss_pairs": partial(seed_by_seed, "loss_parity", PAIRS),
     "loss_islands_pair": partial(seed_by_seed, "loss_islands", ISLAND_PAIRS),
+    "islands_by_rate": islands_by_rate,
+    "islands_at_their_best": islands_at_their_best,
     "levels": levels,
     "code_errors": errors_of_codes,
     "code_slopes": slopes,

@@ -70,7 +70,8 @@ class Ledger:
         The first rank of a node receives those of all other nodes once, and gives them to the R - 1 others.
         """
         others, nodes = self.grid.ranks_per_node - 1, self.grid.nodes
-        return Traffic((nodes - 1) * bytes_per_member, others * (1 + nodes * (nodes > 1)) * bytes_per_member)
+        given = nodes if nodes > 1 else 0  # to the others, by the first rank
+        return Traffic((nodes - 1) * bytes_per_member, others * (1 + given) * bytes_per_member)
 
     def book(self, category: Category, traffic: Traffic) -> None:
         self._booked[category] += traffic
