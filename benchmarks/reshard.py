@@ -236,7 +236,7 @@ def measured_checkpoint(world: World, rounds: int) -> tuple[Manifest, Checkpoint
         (folder / MANIFEST_FILE).write_text(text)
         (folder / MARKER_FILE).write_text(marker_json(text))
         manifest, read_seconds = timed(lambda: read_manifest(folder), rounds)
-        read_mib = int(subprocess.run([sys.executable, "-c", READ, name], check=True, capture_output=True, text=True).stdout) / 1024
+        read_mib = int(subprocess.run([sys.executable, "-c", READ, name], check=True, capture_output=True, text=True).stdout) / 2**20
     index, index_seconds = timed(lambda: index_of(manifest), rounds)
     errors, check_seconds = timed(lambda: list(index.errors()), rounds)
     if errors:
@@ -248,12 +248,13 @@ def measured_checkpoint(world: World, rounds: int) -> tuple[Manifest, Checkpoint
 
 
 READ = """
-import pathlib, sys
+import sys
+from pathlib import Path
 from megatron_zpp.checkpoint.manifest import read_manifest
-def most(): return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-before = most()
-read_manifest(pathlib.Path(sys.argv[1]))
-print(most() - before)
+from megatron_zpp.monitor.memory import max_resident_bytes
+before = max_resident_bytes(Path("/proc/self/status"))
+read_manifest(Path(sys.argv[1]))
+print(max_resident_bytes(Path("/proc/self/status")) - before)
 """
 
 

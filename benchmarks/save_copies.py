@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, in_table, report
 from testbed.network import Network
-from testbed.network_ranks import outcome, start_rank
+from testbed.network_ranks import printed_by_ranks
 from testbed.rates import Rate
 from testbed.sandbox import enter_own_network
 
@@ -73,22 +72,9 @@ def run(network: Network, folder: Path, saves: int, flags: str, port: int) -> tu
     disks = [folder / f"node_{node}" for node in range(NODES)]
     command = f"{MODEL} --train-iters {saves} --save-interval 1 --keep-last 1 --node-local-checkpoints {flags}"
     program = [sys.executable, str(ROOT / "pretrain_zeropp_gpt.py"), *command.split()]
-    ranks = [
-        start_rank(
-            network,
-            rank,
-            (NODES, RANKS_PER_NODE),
-            port,
-            [*program, "--save", str(disks[rank // RANKS_PER_NODE])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(NODES * RANKS_PER_NODE)
-    ]
-    ended = outcome(ranks, LONGEST_SECONDS)
-    if any(code for code, _ in ended):
-        raise RuntimeError("\n".join(text for _, text in ended))
-    seconds = [float(found) for found in LATENCY.findall(ended[0][1])]
+    world = (NODES, RANKS_PER_NODE)
+    printed = printed_by_ranks(network, world, port, lambda node: [*program, "--save", str(disks[node])], LONGEST_SECONDS)
+    seconds = [float(found) for found in LATENCY.findall(printed[0])]
     own = {f"rank_{rank:05d}.safetensors" for rank in range(RANKS_PER_NODE)}
     copied = [path.stat().st_size for path in disks[0].glob("iter_*/*.safetensors") if path.name not in own]
     return statistics.median(seconds[1:]), sum(copied)

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.report import in_table, machine_text, origin, origin_with, write
 from benchmarks.scale_study import control, groups, members, real_ranks, reports, store
+from megatron_zpp.parallel.gathers import rounds
 from testbed.sandbox import enter_own_network
 
 PARTS: dict[str, Callable[[], Sequence[Any]]] = {
@@ -56,7 +57,7 @@ def control_table(results: Mapping[str, Any]) -> str:
         for row in measured
     ]
     for nodes, ranks in LARGE:
-        rows.append([f"{nodes} x {ranks}", str(control.rounds_of(nodes)), str(control.payload_into_node(nodes, ranks)), "", ""])
+        rows.append([f"{nodes} x {ranks}", str(rounds(nodes)), str(control.payload_into_node(nodes, ranks)), "", ""])
     return in_table(["nodes x ranks", "rounds", "payload", "on the link", "one ring of all ranks"], rows)
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from testbed.network import INTERFACE, Network
@@ -36,6 +36,21 @@ def start_rank(
         preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: none outlives this program
         **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, **options},
     )
+
+
+def printed_by_ranks(
+    network: Network, world: tuple[int, int], port: int, command_of: Callable[[int], Sequence[str]], limit_seconds: float
+) -> list[str]:
+    """What each rank has printed. command_of: gives that of a node's ranks. Raises RuntimeError with all of it if one fails."""
+    nodes, ranks_per_node = world
+    ranks = [
+        start_rank(network, rank, world, port, command_of(rank // ranks_per_node), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(nodes * ranks_per_node)
+    ]
+    ended = outcome(ranks, limit_seconds)
+    if any(code for code, _ in ended):
+        raise RuntimeError("\n".join(f"rank {rank}: exit code {code}\n{printed}" for rank, (code, printed) in enumerate(ended)))
+    return [printed for _, printed in ended]
 
 
 def outcome(processes: Sequence[subprocess.Popen[str]], limit_seconds: float) -> list[tuple[int, str]]:

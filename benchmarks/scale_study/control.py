@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 
 from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.parallel.gathers import rounds
 from megatron_zpp.parallel.grid import Grid
 from testbed.network import Network
-from testbed.network_ranks import outcome, start_rank
+from testbed.network_ranks import printed_by_ranks
 
 NUMBERS = 6  # of a step whose losses are logged: three of the norm, the loss, what stops a run, and the checksum of the samples
 CALLS = 100
@@ -31,7 +31,7 @@ class Control:
     @property
     def rounds(self) -> int:
         """Messages between nodes that a rank waits for, one after the other."""
-        return rounds_of(self.nodes)
+        return rounds(self.nodes)
 
 
 def measure() -> list[Control]:
@@ -42,20 +42,9 @@ def measure() -> list[Control]:
 
 def measured(network: Network, nodes: int, ranks_per_node: int, port: int) -> Control:
     command = [sys.executable, "-m", "benchmarks.scale_study.control_rank", *map(str, (ranks_per_node, NUMBERS, CALLS))]
-    world = (nodes, ranks_per_node)
-    ranks = [
-        start_rank(network, rank, world, port, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in range(nodes * ranks_per_node)
-    ]
-    outcomes = outcome(ranks, LONGEST_SECONDS)
-    if any(code for code, _ in outcomes):
-        raise RuntimeError("\n".join(f"rank {rank}: exit code {code}\n{printed}" for rank, (code, printed) in enumerate(outcomes)))
-    levels, ring = json.loads(outcomes[0][1].splitlines()[-1])
+    printed = printed_by_ranks(network, (nodes, ranks_per_node), port, lambda node: command, LONGEST_SECONDS)
+    levels, ring = json.loads(printed[0].splitlines()[-1])
     return Control(nodes, ranks_per_node, payload_into_node(nodes, ranks_per_node), levels, ring)
-
-
-def rounds_of(nodes: int) -> int:
-    return (nodes - 1).bit_length()
 
 
 def payload_into_node(nodes: int, ranks_per_node: int, numbers: int = NUMBERS) -> int:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from benchmarks.gpu.rank_processes import free_ports
 from benchmarks.scale_study.counted_store import CountedStore
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
 from megatron_zpp.parallel.failures.pulse import Pulse
@@ -77,7 +78,7 @@ def measure() -> list[Joining]:
 
 def measured(members: int, late_seconds: float) -> Joining:
     context = multiprocessing.get_context("spawn")
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # free again when it has gone
+    port = free_ports(1)[0]
     answers: Any = context.Queue()
     have_lived = context.Barrier(PROCESSES)  # the store is in the process of rank 0
     begun = time.monotonic()

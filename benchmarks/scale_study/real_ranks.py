@@ -1,27 +1,25 @@
-"""Runs of the training script with many real ranks on this machine: memory of the host per rank."""
+"""Runs of the training script with many real ranks on this machine: memory of the host per rank. Run as a program, it is such a rank."""
 
 from __future__ import annotations
 
-import os
-import re
 import statistics
-import subprocess
 import sys
-import time
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch.distributed as dist
-
-from benchmarks.report import ROOT
+from benchmarks.gpu.deadline import Deadline
+from benchmarks.gpu.rank_processes import ONE_GPU_EACH, in_words, run_ranks
+from megatron_zpp.monitor.memory import max_resident_bytes
+from pretrain_zeropp_gpt import main
 
 RANKS = (8, 16, 32, 64)
-RANKS_PER_NODE = 8
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --mock-data --micro-batch-size 1 "
     "--train-iters 3 --log-interval 1 --lr 1e-3 --zero-stage 3 --distributed-backend gloo --num-workers 0 --eval-iters 0 "
-    "--ranks-per-node {ranks_per_node} --global-batch-size {ranks}"
+    "--ranks-per-node 8 --global-batch-size {ranks}"
 )
-PEAK = re.compile(r"^peak (\d+)$", re.MULTILINE)
+PEAK = "peak of this rank, in bytes: "
 LONGEST_SECONDS = 900.0
 
 
@@ -47,39 +45,16 @@ def mib_per_peer(results: list[RealRanks]) -> float:
 
 
 def measured(ranks: int) -> RealRanks:
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # free again when it has gone
-    flags = MODEL.format(ranks_per_node=RANKS_PER_NODE, ranks=ranks).split()
-    begun = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.scale_study.world_rank", *flags],
-            cwd=ROOT,
-            env={**os.environ, **_environment(rank, ranks, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        printed = [process.communicate(timeout=LONGEST_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    peaks = [PEAK.search(text) for text in printed]
-    if any(peak is None for peak in peaks):
-        raise RuntimeError(next(text for text, peak in zip(printed, peaks, strict=True) if peak is None))
-    mib = [int(peak[1]) / 1024 for peak in peaks if peak is not None]
-    return RealRanks(ranks, statistics.median(mib), time.monotonic() - begun)
+    words = ["-m", "benchmarks.scale_study.real_ranks", *MODEL.format(ranks=ranks).split()]
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run_ranks(words, ranks, ONE_GPU_EACH, Path(folder), Deadline(LONGEST_SECONDS))
+    if any(end.code != 0 for end in ended):
+        raise RuntimeError("\n".join(in_words(ended)))
+    peaks = [int(end.said[-1].removeprefix(PEAK)) for end in ended]
+    return RealRanks(ranks, statistics.median(peaks) / 2**20, max(end.seconds for end in ended))
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank % RANKS_PER_NODE),
-        "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:])
+    print(f"\n{PEAK}{max_resident_bytes(Path('/proc/self/status'))}", flush=True)
+    sys.exit(exit_code)

@@ -35,7 +35,7 @@ def gather_rounds(own: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
 
     group: by default that of all ranks of torch.distributed. For small messages, each of which costs little more than its latency.
     gloo's own gather goes around a ring: each of M members waits for M - 1 messages, one after the other. In the rounds here a member has
-    twice as many rows after each (Bruck's algorithm). So it waits for ceil(log2 M) messages, and has at most twice as many peers.
+    twice as many rows after each (Bruck's algorithm). So it waits for `rounds(M)` messages, and has at most twice as many peers.
     A sender over gloo waits until its receiver has asked for the message, so all are asked for at once.
     """
     group = group or dist.group.WORLD
@@ -44,7 +44,7 @@ def gather_rounds(own: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     rank, members = group.rank(), group.size()
     rows = own.new_empty(members, own.numel())
     rows[0].copy_(own.flatten())
-    knows = [2**number for number in range((members - 1).bit_length())]  # rows, of this member and of those after it, before each round
+    knows = [2**number for number in range(rounds(members))]  # rows, of this member and of those after it, before each round
     receiving = [group.recv([rows[known : 2 * known]], (rank + known) % members, 0) for known in knows]
     sending = []
     for known, received in zip(knows, receiving, strict=True):
@@ -53,6 +53,11 @@ def gather_rounds(own: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     for sent in sending:
         sent.wait()
     return rows.roll(rank, 0)
+
+
+def rounds(members: int) -> int:
+    """The messages that a member waits for, one after the other: log2 of their number, rounded up."""
+    return (members - 1).bit_length()
 
 
 def _gather(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -52,11 +52,9 @@ def make_lane_groups(
     for lane in (*LANES, *ACROSS_LANES):
         if grid.link_ranks(lane.link) == 1:
             continue
-        for ranks in _members(grid, lane, worlds):
-            with connecting():
-                group = dist.new_group(ranks, timeout=timeout, **_backend_arguments(grid, lane, timeout, device))
-            if rank in ranks:
-                own[lane] = group
+        group = _own_group(_members(grid, lane, worlds), rank, connecting, partial(_backend_arguments, grid, lane, timeout, device))
+        if group is not None:
+            own[lane] = group
     return own
 
 
@@ -93,28 +91,42 @@ def make_world_groups(
     connecting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> WorldGroups:
     """The groups of the world that `rank` is in. Every rank of torch.distributed must call it. The arguments: as of `make_lane_groups`."""
-
-    def own_of(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-        own = None
-        for ranks in groups:
-            with connecting():
-                group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=world_options(timeout, device))
-            own = group if rank in ranks else own
-        return own
-
-    backend, of_node = nccl_backend() if device.type == "cuda" else None, grid.ranks_per_node
+    own_of = partial(_own_group, rank=rank, connecting=connecting, arguments=partial(_world_arguments, timeout, device))
+    of_node = grid.ranks_per_node
     if grid.nodes == 1 or of_node == 1:
         return WorldGroups(between=own_of(worlds) if len(worlds) > 1 else None)
     nodes = [world[first : first + of_node] for world in worlds for first in range(0, grid.world_size, of_node)]
     return WorldGroups(own_of(nodes), own_of(world[::of_node] for world in worlds), grid.nodes)
 
 
+def _own_group(
+    groups: Iterable[Sequence[int]],
+    rank: int,
+    connecting: Callable[[], AbstractContextManager[None]],
+    arguments: Callable[[], dict[str, Any]],
+) -> dist.ProcessGroup | None:
+    """Makes all groups, and returns the one that `rank` is in, or None. arguments: makes those of new_group, which no two groups share."""
+    own = None
+    for ranks in groups:
+        with connecting():
+            group = dist.new_group(list(ranks), **arguments())
+        if rank in ranks:
+            own = group
+    return own
+
+
 def _backend_arguments(grid: Grid, lane: Lane, timeout: timedelta, device: torch.device) -> dict[str, Any]:
-    """The arguments of new_group that depend on the device. NCCL's log lines and errors contain the description."""
+    """Of the group of a lane. NCCL's log lines and errors contain the description."""
     if device.type != "cuda":
-        return {}
+        return {"timeout": timeout}
     options = _nccl_options(lane_ctas(grid, lane), timeout, is_urgent=True)
-    return {"backend": nccl_backend(), "pg_options": options, "group_desc": f"lane {lane}"}
+    return {"timeout": timeout, "backend": nccl_backend(), "pg_options": options, "group_desc": f"lane {lane}"}
+
+
+def _world_arguments(timeout: timedelta, device: torch.device) -> dict[str, Any]:
+    """Of a group for numbers."""
+    backend = nccl_backend() if device.type == "cuda" else None
+    return {"timeout": timeout, "backend": backend, "pg_options": world_options(timeout, device)}
 
 
 @cache

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from harness.rank_pool import RankPool
 
-from benchmarks.scale_study.control import payload_into_node, rounds_of
+from benchmarks.scale_study.control import payload_into_node
 from benchmarks.scale_study.groups import RANKS_PER_NODE, measured
+from megatron_zpp.parallel.gathers import rounds
 
 
 def test_the_numbers_of_a_step_of_4096_ranks_are_less_than_a_megabyte_into_a_node() -> None:
     assert payload_into_node(512, 8) == 8 * 6 * (4096 - 8) < 1e6
-    assert rounds_of(512) == 9
+    assert rounds(512) == 9
 
 
 @pytest.mark.parametrize("nodes", [2, 8])

@@ -74,19 +74,21 @@ class Group:
 
 
 def groups_of(grid: Grid, rank: int, messages: Messages) -> WorldGroups:
-    """Those of make_world_groups."""
-    nodes, of_node = grid.nodes, grid.ranks_per_node
-    if nodes == 1 or of_node == 1:
-        return WorldGroups(between=cast(Any, Group(messages, list(range(grid.world_size)), rank)))
-    first = rank - rank % of_node
-    between = Group(messages, list(range(0, grid.world_size, of_node)), rank) if rank == first else None
-    return WorldGroups(cast(Any, Group(messages, list(range(first, first + of_node)), rank)), cast(Any, between), nodes)
+    """Those of make_world_groups, where a new group is the list of its ranks, and torch has one of all ranks."""
+    everyone = list(range(grid.world_size))
+    made = make_world_groups(grid, [everyone], rank, TIMEOUT, CPU)
+    node, between = cast(Any, made.node), cast(Any, made.between)
+    if node is None:
+        between = everyone
+    node, between = (None if ranks is None else cast(Any, Group(messages, ranks, rank)) for ranks in (node, between))
+    return WorldGroups(node, between, made.nodes)
 
 
 def gather_everywhere(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> Messages:
     """Gathers rank and a half, in fp64, on every rank; each must get those of all."""
     monkeypatch.setattr(module.dist, "get_global_rank", lambda group, member: group.ranks[member])
     monkeypatch.setattr(module.dist, "broadcast", lambda tensor, source, group: group.broadcast(tensor, source))
+    monkeypatch.setattr(module.dist, "new_group", lambda ranks, **others: ranks)
     messages = Messages()
     with ThreadPoolExecutor(grid.world_size) as pool:
         own = [torch.tensor([rank, 0.5], dtype=torch.float64) for rank in range(grid.world_size)]

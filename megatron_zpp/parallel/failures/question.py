@@ -1,4 +1,6 @@
-"""Asks the store in a thread of its own: its client blocks forever if the host of the store is stopped or cut off."""
+"""Asks the store: in a thread of its own, because its client blocks forever if the host of the store is stopped or cut off; many entries in
+one question; and the same again after pauses that grow.
+"""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from megatron_zpp.comm.ledger import Traffic
 from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
 from megatron_zpp.ops.planned import CodecWork
+from megatron_zpp.parallel.gathers import rounds
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Direction, Lane, Link
 from megatron_zpp.training.plan.machine import LinkSpeed, Machine, Overlap
@@ -235,7 +236,7 @@ class _Clock:
             self._host_now += seconds
 
     def _gather_numbers(self, item: GatherNumbers) -> None:
-        self.now += self._latency((self.grid.nodes - 1).bit_length())  # ceil(log2(N))
+        self.now += self._latency(rounds(self.grid.nodes))
         self._host_now = self.enqueued
 
     def _latency(self, rounds: int) -> float:
