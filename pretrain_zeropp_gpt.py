@@ -83,7 +83,7 @@ def run_in_world(config: Config, given: Config, launch: Launch, mistake: str | N
     from megatron_zpp.training.save_lock import SaveLock
 
     try:
-        allow_open_files(launch.world_size, config.data.num_workers)
+        allow_open_files(launch.world_size, config.distributed.ranks_per_node or launch.local_world_size or 1, config.data.num_workers)
         device = choose_device(launch, config.distributed.distributed_backend)
         world = World(launch, device, timedelta(minutes=config.distributed.distributed_timeout_minutes))
     except UserError as error:
@@ -91,7 +91,7 @@ def run_in_world(config: Config, given: Config, launch: Launch, mistake: str | N
     except RankLost as error:
         return end(launch.rank, error)
     watch.report = partial(world.report_failure, is_cause=True)
-    save_lock = SaveLock(config.checkpoint.save, read_job(os.environ))
+    save_lock = SaveLock(config.checkpoint.save, read_job(os.environ), world)
     world.release = watch.release = save_lock.release
     try:
         world.agree_on_errors(mistake)
@@ -130,7 +130,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
 
     printer = RankPrinter(launch.rank, launch.world_size)
     printer.on_first("\n".join(filter(None, [banner(config), arguments_block(config), *config.notices])))
-    startup_checks.check_same_flags(config)
+    startup_checks.check_same_flags(config, world)
     hosts = world.hosts()
     startup_checks.check_same_devices(world, hosts)
     with world.agreement():
@@ -138,7 +138,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
             startup_checks.use_deterministic_kernels()
         check_placement(hosts, config.distributed.ranks_per_node)
     disk = disk_of(config, world)
-    save_lock.take(world, disk, printer.on_first)
+    save_lock.take(disk, printer.on_first)
     with world.agreement():
         instruments = make_instruments(config, world.device, world.rank)
     links = setup.build_links(config, world, instruments)
@@ -161,9 +161,9 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         writers = open_writers(config, printer, instruments, save_lock)
         config = config.with_values(vocab_size=vocabulary.size)
     with closing(writers, world):
-        check_same_data(vocabulary, datasets.sources)
+        check_same_data(vocabulary, datasets.sources, world.gather_texts)
         startup_checks.check_save_is_shared(config, world, disk)
-        kernels = prepare_kernels(config, world.device, hosts)
+        kernels = prepare_kernels(config, world, hosts)
         about_model = setup.describe_run(config, links, vocabulary.size, model)
         about_device = startup_checks.about_device(config, world.device)
         lines = [*about_model, about_device, about_host, kernels, *about_rules, *datasets.messages]

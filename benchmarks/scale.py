@@ -91,8 +91,9 @@ def reports_table(results: Mapping[str, Any]) -> str:
 
 def store_table(results: Mapping[str, Any]) -> str:
     row = store.Store(**results["store"][0])
-    lines = [[f"of each of {ranks} ranks, to make one group of gloo", str(asked)] for ranks, asked in row.of_group.items()]
-    return in_table(["operations of the store", ""], [*lines, ["that it answers in a second", f"{row.per_second:.0f}"]])
+    lines = [[ranks, str(asked), str(row.of_texts[ranks])] for ranks, asked in row.of_group.items()]
+    lines += [["answered per second", f"{row.per_second:.0f}", ""]]
+    return in_table(["ranks", "one group of gloo of all", "groups for texts, first rank"], lines)
 
 
 def real_ranks_table(results: Mapping[str, Any]) -> str:

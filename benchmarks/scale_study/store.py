@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import multiprocessing
 
 from benchmarks.scale_study.counted_store import CountedStore
 from benchmarks.scale_study.members import answered
+from megatron_zpp.parallel.groups import make_text_groups
 
 RANKS = (4, 8, 16)
 PROCESSES, CLIENTS, SECONDS = 3, 8, 5.0  # that ask as fast as they can
@@ -20,31 +22,38 @@ PROCESSES, CLIENTS, SECONDS = 3, 8, 5.0  # that ask as fast as they can
 
 @dataclass(frozen=True)
 class Store:
-    """of_group: by number of ranks, the operations of each of them to make one group of gloo. per_second: that a store answers."""
+    """of_group, of_texts: by number of ranks, the operations of the rank that asks most, to make one group of gloo of all ranks, and the
+    groups for texts. per_second: that a store answers.
+    """
 
     of_group: dict[str, int]
+    of_texts: dict[str, int]
     per_second: float
 
 
 def measure() -> list[Store]:
-    return [Store({str(ranks): _of_group(ranks) for ranks in RANKS}, _per_second())]
+    asked = {str(ranks): _of_groups(ranks) for ranks in RANKS}
+    return [Store({ranks: one for ranks, (one, _) in asked.items()}, {ranks: texts for ranks, (_, texts) in asked.items()}, _per_second())]
 
 
-def _of_group(ranks: int) -> int:
+def _of_groups(ranks: int) -> tuple[int, int]:
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers: Any = context.Queue()
     processes = [context.Process(target=_rank, args=(rank, ranks, store.port, answers)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    return int(max(answered(processes, answers)))
+    of_group, of_texts = zip(*answered(processes, answers), strict=True)
+    return max(of_group), max(of_texts)
 
 
 def _rank(rank: int, ranks: int, port: int, answers: Any) -> None:
     torch.set_num_threads(1)
     store = CountedStore(dist.TCPStore("127.0.0.1", port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    answers.put(store.operations)
+    of_group = store.operations
+    make_text_groups(ranks, rank, timedelta(minutes=1))
+    answers.put((of_group, store.operations - of_group))
     dist.barrier()
     dist.destroy_process_group()
 

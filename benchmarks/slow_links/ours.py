@@ -55,7 +55,7 @@ class OurTraining:
         self.lanes = StopwatchLanes(self._links.lanes)
         self._links.lanes = self.lanes
         column = setup.build_column(config, world, instruments)
-        prepare_kernels(config, world.device, world.hosts())
+        prepare_kernels(config, world, world.hosts())
         padded_vocab = setup.build_vocabulary(config).padded_size
         self._model = setup.build_model(config, padded_vocab, None, self._links)
         self._engine = setup.build_engine(config, self._model, self._links, instruments)

@@ -48,7 +48,8 @@ class Rank:
         self._learners: dict[str, Learner] = {}
         self._held_out: list[Tensor] = []
         ranks_per_node = launch.local_world_size or 1
-        nodes = [dist.new_group(range(first, first + ranks_per_node)) for first in range(0, launch.world_size, ranks_per_node)]
+        firsts = range(0, launch.world_size, ranks_per_node)
+        nodes = [dist.new_group(range(first, first + ranks_per_node), backend="gloo") for first in firsts]
         self._own_node = nodes[launch.rank // ranks_per_node]
 
     def introduce(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ from megatron_zpp.checkpoint.unfinished import (
     write_pieces,
     write_record,
 )
-from megatron_zpp.parallel.initialize import gather_texts, joined_errors
+from megatron_zpp.parallel.initialize import joined_errors
 from megatron_zpp.system.owner import own_token
 from megatron_zpp.zero.pieces import Piece
 from megatron_zpp.zero.policy import WEIGHT
@@ -187,7 +187,7 @@ class CheckpointSaver:
         directory: Path,
         share: Share,
         options: SaveOptions,
-        gather: Gather = gather_texts,
+        gather: Gather,
         check_lock: Callable[[], None] = lambda: None,
         disk: Disk | None = None,
         count_copied: Callable[[int], None] = lambda nbytes: None,

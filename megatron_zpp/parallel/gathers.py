@@ -5,25 +5,31 @@ So each number enters every other node once, however many ranks that has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.parallel.groups import WorldGroups
 
+Gather = Callable[[Tensor, dist.ProcessGroup | None], Tensor]
 # torch 2.13 renames the collective and warns at every call by the old name.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def gather_levels(own: Tensor, groups: WorldGroups) -> Tensor:
-    """[ranks, numel]: `own` [numel] of every rank of the world, in rank order. Every rank must call it, and waits."""
-    own = own.detach()
+def gather_levels(own: Tensor, groups: WorldGroups, gather: Gather | None = None) -> Tensor:
+    """[ranks, numel]: `own` [numel] of every rank of the world, in rank order. Every rank must call it, and waits.
+
+    gather: that of each level, which returns [members, numel]. By default for a few numbers, each of which costs little but its latency.
+    """
+    own, gather = own.detach(), gather or _gather
     if groups.node is None:
-        return _gather(own, groups.between)
-    of_node = _gather(own, groups.node)
+        return gather(own, groups.between)
+    of_node = gather(own, groups.node)
     if groups.node.rank() == 0:
         if groups.between is None:
             raise RuntimeError("the first rank of a node has no group of first ranks")
-        of_all = _gather(of_node, groups.between).flatten()
+        of_all = gather(of_node, groups.between).flatten()
     else:
         of_all = own.new_empty(groups.nodes * of_node.numel())
     dist.broadcast(of_all, dist.get_global_rank(groups.node, 0), groups.node)
@@ -53,6 +59,14 @@ def gather_rounds(own: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     for sent in sending:
         sent.wait()
     return rows.roll(rank, 0)
+
+
+def gather_around(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[members, numel], as gather_rounds, but around gloo's ring. For texts: each enters a node once, if its ranks are neighbours."""
+    members = dist.get_world_size(group)
+    rows = own.new_empty(members, own.numel())
+    dist.all_gather(list(rows), own.flatten(), group=group)
+    return rows
 
 
 def rounds(members: int) -> int:

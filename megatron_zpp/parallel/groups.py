@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -67,9 +68,10 @@ def _members(grid: Grid, lane: Lane, worlds: Sequence[Sequence[int]]) -> Iterato
 
 @dataclass(frozen=True)
 class WorldGroups:
-    """The process groups in which all ranks of a world gather a few numbers.
+    """The process groups in which all ranks of a world gather a few numbers, or texts.
 
-    node: of the ranks of this rank's node; None where no two ranks share a node, or all do. nodes: their number, if there is one.
+    node: of the ranks of this rank's node, or of other neighbours; None where no two ranks are in one, or all are. nodes: the number of
+    those groups, if there is one.
     between: of the first ranks of all nodes, of which this rank may be one. If `node` is None, of all ranks, by default torch's own group.
     """
 
@@ -93,10 +95,37 @@ def make_world_groups(
     """The groups of the world that `rank` is in. Every rank of torch.distributed must call it. The arguments: as of `make_lane_groups`."""
     own_of = partial(_own_group, rank=rank, connecting=connecting, arguments=partial(_world_arguments, timeout, device))
     of_node = grid.ranks_per_node
-    if grid.nodes == 1 or of_node == 1:
-        return WorldGroups(between=own_of(worlds) if len(worlds) > 1 else None)
-    nodes = [world[first : first + of_node] for world in worlds for first in range(0, grid.world_size, of_node)]
-    return WorldGroups(own_of(nodes), own_of(world[::of_node] for world in worlds), grid.nodes)
+    if len(worlds) == 1 and 1 in (grid.nodes, of_node):
+        return WorldGroups()
+    return _levels(worlds, of_node, own_of)
+
+
+def make_text_groups(
+    world_size: int,
+    rank: int,
+    timeout: timedelta,
+    connecting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> WorldGroups:
+    """Groups of gloo in which all ranks of torch.distributed, each of which must call it, gather texts. The arguments: as of
+    `make_lane_groups`.
+
+    gloo connects all members of a group when it is made, and each reads the address of every other from the store. So the ranks are in
+    groups of about the square root of their number, of neighbours and of the first of these: a rank reads about 2 D**0.5 addresses, not D.
+    """
+    neighbours = max(size for size in range(1, math.isqrt(world_size) + 1) if world_size % size == 0)
+    arguments: Callable[[], dict[str, Any]] = partial(dict, timeout=timeout, backend="gloo")
+    return _levels([range(world_size)], neighbours, partial(_own_group, rank=rank, connecting=connecting, arguments=arguments))
+
+
+def _levels(
+    worlds: Sequence[Sequence[int]], of_node: int, own_of: Callable[[Iterable[Sequence[int]]], dist.ProcessGroup | None]
+) -> WorldGroups:
+    """The groups of one rank, with so many ranks of its world in each group of neighbours. own_of: makes groups, and returns its own."""
+    size = len(worlds[0])
+    if of_node in (1, size):
+        return WorldGroups(between=own_of(worlds))
+    nodes = [world[first : first + of_node] for world in worlds for first in range(0, size, of_node)]
+    return WorldGroups(own_of(nodes), own_of(world[::of_node] for world in worlds), size // of_node)
 
 
 def _own_group(
@@ -168,12 +197,12 @@ def end_group(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
-def end_world() -> None:
-    """Ends all process groups; no message may be under way. Every rank must call it.
+def end_world(meet: Callable[[], object] = dist.barrier) -> None:
+    """Ends all process groups; no message may be under way. Every rank must call it. meet: returns when every rank has called it.
 
     Objects that still hold a collective are freed now: gloo's threads must not free them while the interpreter shuts down.
     """
-    dist.barrier()
+    meet()
     _keep_backends(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
     gc.collect()

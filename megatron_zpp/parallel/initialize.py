@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from megatron_zpp.parallel.failures.launcher_watch import FAILURE_EXIT_CODE
 from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
 from megatron_zpp.parallel.failures.unlimited_wait import ended_by_failures
-from megatron_zpp.parallel.gathers import gather_rounds
-from megatron_zpp.parallel.groups import end_world, nccl_backend, shorten_records, world_options
+from megatron_zpp.parallel.gathers import gather_around, gather_levels
+from megatron_zpp.parallel.groups import WorldGroups, end_world, make_text_groups, nccl_backend, shorten_records, world_options
 from megatron_zpp.parallel.joining.interface import GLOO_VARIABLE
 from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
@@ -46,7 +47,10 @@ class World:
     """
 
     def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
-        """Connects the ranks: over gloo for CPU tensors, and on GPUs also over NCCL for CUDA tensors. A single rank needs no launcher.
+        """Connects the ranks: over gloo for CPU tensors, and on GPUs over NCCL for CUDA tensors. A single rank needs no launcher.
+
+        On GPUs torch's own group has NCCL alone, which connects ranks when they first send: a gloo group of all ranks would keep the store
+        of thousands busy for minutes. Texts have groups of their own.
 
         timeout: after a link or a rank is lost, every rank ends within this time. A collective may take timeout - FAREWELL of it, or half
         of it if that is more.
@@ -71,7 +75,7 @@ class World:
         self._reported: str | None = None
         self.release: Callable[[], object] = lambda: None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
-        backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
+        backend = f"cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
         # A rank that has connected waits here. In its first collective it would run into the timeout as early as those that cannot connect.
         with self._naming_lost_ranks(CONNECTING), self._roll_call(CONNECTING).after(print), self.connecting():
             self._failure_board.enter()
@@ -83,6 +87,7 @@ class World:
                 timeout=self.collective_timeout,
                 pg_options=world_options(self.collective_timeout, device),
             )
+            self._text_groups = make_text_groups(launch.world_size, launch.rank, self.collective_timeout, self.connecting)
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
@@ -110,7 +115,11 @@ class World:
 
     def hosts(self) -> list[str]:
         """The host name of every rank, in rank order."""
-        return gather_texts(socket.gethostname())
+        return self.gather_texts(socket.gethostname())
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, in rank order. Every rank must call it."""
+        return gather_texts(text, self._text_groups)
 
     @contextmanager
     def agreement(self, long_work: str | None = None, announce: Callable[[str], None] = print) -> Iterator[None]:
@@ -130,7 +139,7 @@ class World:
 
     def agree_on_errors(self, error: str | None) -> None:
         """Raises StartupError on every rank if any rank has an error, with one line per distinct message."""
-        errors = gather_texts(error or "")
+        errors = self.gather_texts(error or "")
         if any(errors):
             raise StartupError(joined_errors(errors))
 
@@ -158,9 +167,9 @@ class World:
         """Ends the process groups; no message may be under way. Every rank must call it. Raises RankLost if another rank is lost."""
         with self._naming_lost_ranks("leaving the run"):
             if self.world_size > 1:
-                gather_texts("")
+                self.gather_texts("")
             self._pulse.stop()
-            end_world()
+            end_world(partial(self.gather_texts, ""))
 
     @contextmanager
     def _naming_lost_ranks(self, what: str) -> Iterator[None]:
@@ -204,36 +213,34 @@ def choose_device(launch: Launch, backend: str | None) -> torch.device:
     return torch.device("cuda", launch.local_rank % devices)
 
 
-def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """The texts of all ranks of the group in rank order; each must call it. They are sent as UTF-8 and never unpickled.
+def gather_texts(text: str, groups: WorldGroups) -> list[str]:
+    """The texts of all ranks of these groups of gloo in rank order; each must call it. They are sent as UTF-8 and never unpickled.
 
-    group: by default the world.
     What UTF-8 cannot hold, such as a path of other bytes, arrives as \\udcXX. Raises UnicodeDecodeError if what arrives is not UTF-8.
     """
     data = text.encode("utf-8", errors="backslashreplace")
-    lengths = gather_rounds(torch.tensor([len(data)]), group).flatten().tolist()
+    lengths = gather_levels(torch.tensor([len(data)]), groups).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     if padded.numel() == 0:
         return [""] * len(lengths)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-    rows = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(rows, padded, group=group)  # around a ring, where each text enters a node once
+    rows = gather_levels(padded, groups, gather_around)
     return [row[:length].numpy().tobytes().decode("utf-8") for row, length in zip(rows, lengths, strict=True)]
 
 
 class GroupRanks:
-    """Messages among all ranks of a group, by default the world: checkpoint/disk.py says what they do.
+    """Messages among all ranks of a group: checkpoint/disk.py says what they do.
 
     downwards: a second group of the same ranks, for what goes to lower ranks. A connection of gloo sends and receives in turns: two nodes
     that exchange bytes over one get half of what their link carries.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, downwards: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, downwards: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._downwards = downwards
 
     def gather(self, text: str) -> list[str]:
-        return gather_texts(text, self._group)
+        return gather_texts(text, WorldGroups(between=self._group))
 
     def exchange(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
         if self._downwards is not None:

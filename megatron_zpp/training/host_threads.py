@@ -10,7 +10,7 @@ import torch
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import Config
-from megatron_zpp.parallel.initialize import World, gather_texts
+from megatron_zpp.parallel.initialize import World
 
 
 def threads_of_rank(rank: int, hosts: Sequence[str], cores: Sequence[Sequence[int]]) -> int:
@@ -33,7 +33,7 @@ def share_cores(config: Config, world: World, hosts: Sequence[str]) -> str:
         return ""
     if world.device.type != "cuda":
         return "--optimizer-cpu-offload: this device is the host, so nothing is moved and no memory is saved; losses are the same"
-    cores = [json.loads(text) for text in gather_texts(json.dumps(own_cores()))]
+    cores = [json.loads(text) for text in world.gather_texts(json.dumps(own_cores()))]
     threads = threads_of_rank(world.rank, hosts, cores)
     torch.set_num_threads(threads)
     ranks = hosts.count(hosts[world.rank])

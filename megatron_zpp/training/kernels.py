@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import torch
-
 from megatron_zpp.config.schema import Config
 from megatron_zpp.ops import extension
-from megatron_zpp.parallel.initialize import StartupError, gather_texts
+from megatron_zpp.parallel.initialize import StartupError, World
 from megatron_zpp.parallel.ranks_in_words import ranks_in_words
 
 
-def prepare_kernels(config: Config, device: torch.device, hosts: Sequence[str]) -> str:
+def prepare_kernels(config: Config, world: World, hosts: Sequence[str]) -> str:
     """Loads the kernels and returns lines about them; empty if the run neither quantizes nor has hidden dropout. Every rank must call it.
 
     Every run loads them where they are built: descents take means with them too, which costs little without them.
@@ -23,12 +21,13 @@ def prepare_kernels(config: Config, device: torch.device, hosts: Sequence[str]) 
     quantize, it trains: hidden dropout on the reference costs about twice as much as torch's.
     """
     extension.load()
+    device = world.device
     quantizes = config.zero.quantizes
     if not quantizes and config.model.hidden_dropout == 0:
         return ""
     own = extension.report(device.type)
-    lacking = gather_texts("" if extension.has_kernels_for(device.type) else own)
-    unasked = gather_texts("" if extension.wants_reference(os.environ) else "unasked")
+    lacking = world.gather_texts("" if extension.has_kernels_for(device.type) else own)
+    unasked = world.gather_texts("" if extension.wants_reference(os.environ) else "unasked")
     refused = [text if text and is_unasked else "" for text, is_unasked in zip(lacking, unasked, strict=True)]
     if device.type == "cuda" and any(refused) and (quantizes or not all(lacking)):
         raise StartupError(

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
+from megatron_zpp.checkpoint.disk import Gather
 from megatron_zpp.config.counted import counted
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.parallel.initialize import StartupError, gather_texts
+from megatron_zpp.parallel.initialize import StartupError
 from megatron_zpp.training.setup import Vocabulary
 
 NOTHING = ("no corpus", "0 tokens")
 
 
-def check_same_data(vocabulary: Vocabulary, sources: Sequence[IndexedDataset], gather: Callable[[str], list[str]] = gather_texts) -> None:
+def check_same_data(vocabulary: Vocabulary, sources: Sequence[IndexedDataset], gather: Gather) -> None:
     """Raises StartupError on every rank if the vocabularies or the corpora of two ranks differ in size, and names both.
 
-    Every rank must call it. sources: the corpora in the order of the flags; their paths may differ. gather: see gather_texts.
+    Every rank must call it. sources: the corpora in the order of the flags; their paths may differ. gather: returns the text of every rank.
     """
     own = [("a tokenizer", f"{vocabulary.size} ids, of which {vocabulary.eod} ends a document")]
     own += [(source.prefix, f"{counted(len(source), 'document')} and {counted(source.token_count, 'token')}") for source in sources]

@@ -12,7 +12,6 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, Config
-from megatron_zpp.parallel.initialize import gather_texts
 from megatron_zpp.training.writers import Writers
 
 
@@ -36,7 +35,9 @@ class RunSaver:
             share = state.share(with_moments=self._with_moments)
             lock = writers.save_lock
             options = SaveOptions(checkpoint.async_save, checkpoint.keep_last, checkpoint.save_retain_interval)
-            self._saver = CheckpointSaver(Path(self._directory), share, options, gather_texts, lock.check, lock.disk, self._count_copied)
+            self._saver = CheckpointSaver(
+                Path(self._directory), share, options, lock.world.gather_texts, lock.check, lock.disk, self._count_copied
+            )
 
     def save(self, progress: Progress) -> None:
         """Saves a checkpoint. With --async-save the state must not change before `wait_for_copy` returns."""

@@ -27,7 +27,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import GROUP_OF_FIELD, CheckpointConfig, Config
 from megatron_zpp.monitor.jsonl import has_earlier_lines
-from megatron_zpp.parallel.initialize import GroupRanks, StartupError, World, gather_texts
+from megatron_zpp.parallel.initialize import StartupError, World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.sample_order import ordered_samples
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
@@ -102,7 +102,7 @@ def find_resume_source(config: Config, world: World, disk: Disk, announce: Calla
         if not candidates.folders:
             check_may_begin_anew(checkpoint)
     folder, notices = candidates.first, candidates.notices
-    _check_same_checkpoint(folder.name if folder is not None else "none")
+    _check_same_checkpoint(world, folder.name if folder is not None else "none")
     if folder is None:
         return ResumeSource(None, None)
     if checkpoint.load_last_good_checkpoint:
@@ -110,7 +110,7 @@ def find_resume_source(config: Config, world: World, disk: Disk, announce: Calla
         notices += found
     with world.agreement():
         reader = CheckpointReader(folder)
-    _check_same_checkpoint(reader.identity)
+    _check_same_checkpoint(world, reader.identity)
     return ResumeSource(reader, StoredRun.of(checkpoint, folder, reader.manifest), notices)
 
 
@@ -231,12 +231,13 @@ def flags_that_differ(config: Config, theirs: Mapping[str, Any]) -> list[str]:
 
 def _find_in_parts(checkpoint: CheckpointConfig, world: World, disk: Disk, announce: Callable[[str], None]) -> ResumeSource:
     """The same for a checkpoint in parts on the disks of the nodes."""
+    everyone = world.messages_among(range(world.world_size))
     try:
         may_be_older = checkpoint.load_last_good_checkpoint
         for directory, step in ((checkpoint.load, checkpoint.ckpt_step), (checkpoint.pretrained_checkpoint, None)):
             if directory is None:
                 continue
-            finder = PartsFinder(Path(directory), disk, GroupRanks())
+            finder = PartsFinder(Path(directory), disk, everyone)
             names, notice = finder.candidates(step, may_be_older=may_be_older)
             if names:
                 parts, notices = _whole_one(finder, names, may_be_older=may_be_older)
@@ -277,11 +278,11 @@ def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, 
 
     def look(name: str) -> tuple[Path, Sequence[str]]:
         candidate = folders[0].with_name(name)
-        by_rank = gather_texts("\n".join(_findings(candidate, world)))
+        by_rank = world.gather_texts("\n".join(_findings(candidate, world)))
         return candidate, sorted({finding for text in by_rank for finding in text.splitlines()})
 
-    names = gather_texts("\n".join(folder.name for folder in folders))[0].splitlines()  # another machine may still see deleted folders
-    return _first_good(folders[0].parent, names, look)
+    of_rank_0 = world.gather_texts("\n".join(folder.name for folder in folders))[0]  # another machine may still see deleted folders
+    return _first_good(folders[0].parent, of_rank_0.splitlines(), look)
 
 
 def _first_good(
@@ -310,9 +311,9 @@ def _findings(folder: Path, world: World) -> Iterator[str]:
         yield str(error)
 
 
-def _check_same_checkpoint(seen: str) -> None:
+def _check_same_checkpoint(world: World, seen: str) -> None:
     """Raises StartupError if two ranks see different checkpoints, and names the ranks."""
-    by_rank = gather_texts(seen)
+    by_rank = world.gather_texts(seen)
     for rank, other in enumerate(by_rank):
         if other != by_rank[0]:
             raise StartupError(

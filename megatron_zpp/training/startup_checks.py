@@ -25,7 +25,7 @@ from megatron_zpp.monitor.available_memory import bytes_for_rank
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.ops.build import processor_features
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
+from megatron_zpp.parallel.initialize import StartupError, World
 from megatron_zpp.parallel.ranks_in_words import first_of, ranks_in_words
 from megatron_zpp.system.output_file import create_new, remedy_for
 from megatron_zpp.system.owner import own_token
@@ -44,7 +44,7 @@ OR_OF_NODES = ", or --node-local-checkpoints, with which each node saves on its 
 FLAGS_THAT_MAY_DIFFER = {option.name for option in options() if option.flag.unit == "path"}
 
 
-def check_same_flags(config: Config) -> None:
+def check_same_flags(config: Config, world: World) -> None:
     """Raises StartupError on every rank if ranks were started with different flags or versions, and names them. Ignores paths.
 
     Every rank must call it. Builds of one version of torch, such as those for other versions of CUDA, are not told apart.
@@ -53,7 +53,7 @@ def check_same_flags(config: Config) -> None:
     own["data_path"] = _describe_blends(config)
     own.update({name: "given" if getattr(config.checkpoint, name) is not None else "not given" for name in FOLDERS_OF_CHECKPOINTS})
     own[VERSIONS] = f"megatron_zpp {__version__} with torch {torch.__version__.partition('+')[0]}"
-    by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
+    by_rank = [json.loads(text) for text in world.gather_texts(json.dumps(own))]
     names = dict.fromkeys(name for theirs in by_rank for name in theirs)  # another version has other flags
     for rank, theirs in enumerate(by_rank):
         pairs = {name: (by_rank[0].get(name, UNKNOWN), theirs.get(name, UNKNOWN)) for name in names}
@@ -79,7 +79,7 @@ def check_same_devices(world: World, hosts: Sequence[str]) -> None:
 
     Ranks on GPUs would wait in NCCL for the others, which wait in gloo. hosts: host name of every rank, in rank order.
     """
-    kinds = gather_texts(world.device.type)
+    kinds = world.gather_texts(world.device.type)
     lacking = [rank for rank, kind in enumerate(kinds) if kind == "cpu"]
     if 0 < len(lacking) < len(kinds):
         raise StartupError(
@@ -169,7 +169,7 @@ def available_memory(world: World, hosts: Sequence[str]) -> AvailableMemory:
     """
     ranks_on_host = hosts.count(hosts[world.rank])
     own = [bytes_for_rank(device, ranks_on_host) for device in (world.device, torch.device("cpu"))]
-    by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
+    by_rank = [json.loads(text) for text in world.gather_texts(json.dumps(own))]
     device, host = (min((nbytes for nbytes in kind if nbytes is not None), default=None) for kind in zip(*by_rank, strict=True))
     return AvailableMemory(device, host, is_after_start=world.device.type == "cuda")
 
@@ -185,7 +185,7 @@ def check_memory(config: Config, padded_vocab_size: int, grid: Grid, world: Worl
             check_fits(config, padded_vocab_size, grid, is_on_gpu=world.device.type == "cuda", available=available)
         except UserError as error:
             mistake = str(error)
-    mistake = gather_texts(mistake)[0]
+    mistake = world.gather_texts(mistake)[0]
     if mistake:
         raise StartupError(mistake)
 
@@ -198,10 +198,10 @@ def check_save_is_shared(config: Config, world: World, disk: Disk) -> None:
     if config.checkpoint.save is None or world.world_size == 1:
         return
     folder = Path(config.checkpoint.save)
-    probe = folder / f".probe_of_run_{gather_texts(secrets.token_hex(4))[0]}"
+    probe = folder / f".probe_of_run_{world.gather_texts(secrets.token_hex(4))[0]}"
     if disk.is_first:
         os.close(create_new(probe))
-    gather_texts("made")
+    world.gather_texts("made")
     try:
         with world.agreement():
             if not becomes_visible(probe):

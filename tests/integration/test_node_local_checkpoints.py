@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from harness.parts import all_in
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, entry_in, losses, records_of
@@ -100,3 +102,28 @@ def test_one_folder_of_two_nodes_is_refused(ranks: RankPool, tmp_path: Path) -> 
     codes, texts = run(ranks, tmp_path, [tmp_path / "disk_0"] * 2, 1, "--save disk", "run.jsonl")
     assert codes == [2, 2]
     assert "is one folder on this node and on that of process" in texts[0] and "leave out --node-local-checkpoints" in texts[0]
+
+
+def entry_over_a_world_without_gloo(folder: str, disks: list[str], flags: str, log: str) -> tuple[int, str]:
+    """The same where torch's own group has a backend for GPUs alone, as in a run on GPUs; lanes and numbers have gloo instead of NCCL."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (torch then knows the backend)
+
+    init, new_group = dist.init_process_group, dist.new_group
+    with (
+        mock.patch.object(dist, "init_process_group", lambda backend, **others: init("cuda:fake", **others)),
+        mock.patch.object(dist, "new_group", lambda ranks, **others: new_group(ranks, **{**others, "backend": "gloo"})),
+    ):
+        return entry_on_a_node(folder, disks, flags, log)
+
+
+def test_no_message_of_the_host_needs_a_gloo_group_of_all_ranks(
+    ranks: RankPool, tmp_path: Path, unbroken: tuple[list[Path], list[tuple[float, float]]]
+) -> None:
+    """Nor does a run that goes on from disks that have changed places, and saves copies."""
+    saved, expected = unbroken
+    disks = [str(shutil.copytree(disk, tmp_path / disk.name)) for disk in reversed(saved)]
+    flags = f"{COMMON} --load disk --ckpt-step {SAVED_AT} --save disk.new --save-copies 2 --async-save"
+    found = ranks.run(2, 2, entry_over_a_world_without_gloo, str(tmp_path), disks, flags, str(tmp_path / "run.jsonl"))
+    assert [code for code, _ in found] == [0] * 4, found[0][1]
+    assert "come from the disks of other nodes" in found[0][1]
+    assert losses(records_of(tmp_path / "run.jsonl")) == expected[SAVED_AT:]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.ops import extension, gpu_code
 from megatron_zpp.ops.build import Build
 from megatron_zpp.ops.gpu_code import gpus_without_code, runs_on, why_not_for_all_gpus
-from megatron_zpp.parallel.initialize import StartupError
+from megatron_zpp.parallel.initialize import StartupError, World
 from megatron_zpp.training import kernels
 
 
@@ -92,11 +94,11 @@ def test_kernels_without_code_for_a_gpu_of_this_machine_serve_cpus_alone_and_the
 
 
 @pytest.mark.usefixtures("loaded_for_8_0")
-def test_a_rank_whose_gpu_the_kernels_have_no_code_for_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_gpu_the_kernels_have_no_code_for_is_refused_by_name() -> None:
     shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --zero-stage 3 --zero-quantized-weights"
-    monkeypatch.setattr(kernels, "gather_texts", lambda text: [text])
+    world = cast(World, SimpleNamespace(device=torch.device("cuda"), gather_texts=lambda text: [text]))
     with pytest.raises(StartupError, match=r"rank 0 on a: .* names 8.0, and GPU 0 \(9.0\) does not run such code; add 9.0 to it"):
-        kernels.prepare_kernels(resolve(parse_flags(shape.split()), 1, 1), torch.device("cuda"), ["a"])
+        kernels.prepare_kernels(resolve(parse_flags(shape.split()), 1, 1), world, ["a"])
 
 
 def test_a_build_says_which_gpus_it_is_not_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from megatron_zpp.parallel.groups import (
     RECORD_MILLISECONDS,
     RECORD_VARIABLE,
     make_lane_groups,
+    make_text_groups,
     make_world_groups,
     nccl_backend,
     shorten_records,
@@ -127,6 +128,36 @@ def test_numbers_are_gathered_in_one_group_per_node_and_one_of_first_ranks_or_in
         assert (made.node is not None) == (len(expected) in (3, 6)) and made.nodes == (2 if made.node is not None else 1)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "expected"),
+    [
+        (1, [[0]]),
+        (3, [[0, 1, 2]]),
+        (4, [[0, 1], [2, 3], [0, 2]]),
+        (8, [[0, 1], [2, 3], [4, 5], [6, 7], [0, 2, 4, 6]]),
+        (9, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6]]),
+        (13, [[*range(13)]]),
+    ],
+)
+def test_texts_are_gathered_in_groups_of_gloo_of_neighbours_and_of_the_first_of_these(
+    world_size: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = _record_new_groups(monkeypatch)
+    for rank in range(world_size):
+        calls.clear()
+        made = make_text_groups(world_size, rank, TIMEOUT)
+        assert [call.ranks for call in calls] == expected
+        assert all(call.others == {"backend": "gloo"} and call.timeout == TIMEOUT for call in calls)
+        assert [calls[int(str(group)) - 1].ranks for group in made.made()] == [ranks for ranks in expected if rank in ranks]
+
+
+@pytest.mark.parametrize("world_size", [64, 4096, 16384])
+def test_a_rank_has_few_others_in_its_groups_for_texts(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _record_new_groups(monkeypatch)
+    made = make_text_groups(world_size, 0, TIMEOUT)
+    assert [len(calls[int(str(group)) - 1].ranks) for group in made.made()] == [world_size**0.5] * 2
+
+
 def test_a_link_of_one_rank_has_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     _record_new_groups(monkeypatch)
     assert {lane.link for lane in make_lane_groups(Grid.of_nodes(1, 2), 0, TIMEOUT, CPU)} == {Link.INTRA}
@@ -181,7 +212,7 @@ def test_the_world_shortens_records_and_its_group_has_the_limit_of_small_message
     with pytest.raises(ConnectedError):
         World(Launch(0, 1, 0, 1), GPU, timedelta(minutes=1))
     assert os.environ[RECORD_VARIABLE] == str(RECORD_MILLISECONDS)
-    assert made["backend"] == f"cpu:gloo,cuda:{nccl_backend()}"
+    assert made["backend"] == f"cuda:{nccl_backend()}"
     assert made["pg_options"].config.max_ctas == WORLD_CTAS
     assert made["pg_options"]._timeout == made["timeout"]
 

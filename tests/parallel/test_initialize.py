@@ -22,7 +22,8 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.parallel import initialize
-from megatron_zpp.parallel.initialize import World, choose_device, gather_texts, joined_errors
+from megatron_zpp.parallel.groups import WorldGroups
+from megatron_zpp.parallel.initialize import World, choose_device, joined_errors
 from megatron_zpp.parallel.launch import Launch, read_launch
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.instruments import make_instruments
@@ -86,7 +87,7 @@ def gather_texts_without_pickle() -> list[list[str]]:
 
     pickle.loads = pickle.dumps = dist.distributed_c10d._pickler = dist.distributed_c10d._unpickler = refuse  # type: ignore[assignment]
     try:
-        found = [gather_texts(f"rank {world.rank}"), gather_texts(TEXTS[world.rank]), gather_texts("")]
+        found = [world.gather_texts(f"rank {world.rank}"), world.gather_texts(TEXTS[world.rank]), world.gather_texts("")]
     finally:
         pickle.loads, pickle.dumps = loads, dumps
         dist.distributed_c10d._pickler, dist.distributed_c10d._unpickler = pickler, unpickler
@@ -134,20 +135,23 @@ def how_a_rank_ends_while_rank_1_cannot_connect(call: str) -> str:
     A call of torch.distributed is replaced: rank 0 waits in it forever, rank 1 gets an error, and others have connected.
     """
     ended, lost = Event(), ""
-    before, exit_before = getattr(dist, call), initialize.os._exit
+    before, exit_before, make_before = getattr(dist, call), initialize.os._exit, initialize.make_text_groups
 
     def connect(*_: object, **__: object) -> None:
         if os.environ["RANK"] == "1":
             raise RuntimeError("connection refused")
         assert os.environ["RANK"] != "0" or ended.wait(PATIENCE_SECONDS)
 
-    setattr(dist, call, connect)
+    if call == "init_process_group":
+        dist.init_process_group = connect
+        initialize.make_text_groups = lambda *_: WorldGroups()
     initialize.os._exit = lambda code: ended.set()  # type: ignore[assignment]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             world = World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=10))
             world.release = lambda: print("released", file=said)
             if call == "new_group":
+                dist.new_group = connect
                 config = resolve(parse_flags(TINY), 2, 2)
                 build_links(config, world, make_instruments(config, world.device, world.rank))
             world._pulse.stop()
@@ -155,7 +159,7 @@ def how_a_rank_ends_while_rank_1_cannot_connect(call: str) -> str:
         lost = str(error)
     finally:
         setattr(dist, call, before)
-        initialize.os._exit = exit_before
+        initialize.os._exit, initialize.make_text_groups = exit_before, make_before
         if dist.is_initialized():
             dist.destroy_process_group()
     lines = said.getvalue().splitlines()

@@ -21,13 +21,8 @@ from megatron_zpp.training.memory_check import AvailableMemory
 def test_available_memory_is_the_least_of_all_ranks_and_of_a_gpu_what_is_left_after_the_start(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class FakeWorld:
-        rank = 1
-
-    world: Any = FakeWorld()
-    world.device = torch.device(device)
     monkeypatch.setattr(startup_checks, "bytes_for_rank", lambda device, ranks: {"cpu": 70, "cuda": 50}[device.type] // ranks)
-    monkeypatch.setattr(startup_checks, "gather_texts", lambda own: [json.dumps([40, None]), own])
+    world: Any = SimpleNamespace(rank=1, device=torch.device(device), gather_texts=lambda own: [json.dumps([40, None]), own])
     of_device = min(40, {"cpu": 35, "cuda": 25}[device])
     assert startup_checks.available_memory(world, ["a", "a", "b"]) == AvailableMemory(of_device, 35, is_after_start=device == "cuda")
 
@@ -43,16 +38,13 @@ def test_available_memory_is_the_least_of_all_ranks_and_of_a_gpu_what_is_left_af
     ],
     ids=["another version", "no version", "a flag less", "a folder on one rank alone", "a flag more"],
 )
-def test_a_rank_of_another_version_or_with_other_flags_is_named_on_every_rank(
-    missing: list[str], more: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_of_another_version_or_with_other_flags_is_named_on_every_rank(missing: list[str], more: dict[str, Any], words: str) -> None:
     def gathered(own: str) -> list[str]:
         other = {name: value for name, value in json.loads(own).items() if name not in missing}
         return [own, json.dumps(other | more)]
 
-    monkeypatch.setattr(startup_checks, "gather_texts", gathered)
     with pytest.raises(StartupError, match=words):
-        startup_checks.check_same_flags(Config())
+        startup_checks.check_same_flags(Config(), cast(World, SimpleNamespace(gather_texts=gathered)))
 
 
 @pytest.mark.parametrize(
@@ -76,18 +68,17 @@ def test_a_folder_in_which_no_file_can_be_made_is_refused_with_a_remedy_that_hel
 
 
 @pytest.mark.parametrize("own", ["cpu", "cuda"])
-def test_ranks_that_find_no_gpu_where_others_do_are_named_with_their_hosts(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = cast(World, SimpleNamespace(device=torch.device(own)))
-    monkeypatch.setattr(startup_checks, "gather_texts", lambda kind: [kind, "cuda", "cpu", "cpu"])
+def test_ranks_that_find_no_gpu_where_others_do_are_named_with_their_hosts(own: str) -> None:
+    world = cast(World, SimpleNamespace(device=torch.device(own), gather_texts=lambda kind: [kind, "cuda", "cpu", "cpu"]))
     lacking = {"cpu": "ranks 0, 2, 3 on a, b", "cuda": "ranks 2, 3 on b"}[own]
     with pytest.raises(StartupError, match=f"no GPU is found by {lacking}, and the other ranks have GPUs; .*--distributed-backend gloo"):
         startup_checks.check_same_devices(world, ["a", "a", "b", "b"])
 
 
 @pytest.mark.parametrize("own", ["cpu", "cuda"])
-def test_ranks_of_one_kind_of_device_may_start(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup_checks, "gather_texts", lambda kind: [kind] * 4)
-    startup_checks.check_same_devices(cast(World, SimpleNamespace(device=torch.device(own))), ["a", "a", "b", "b"])
+def test_ranks_of_one_kind_of_device_may_start(own: str) -> None:
+    world = cast(World, SimpleNamespace(device=torch.device(own), gather_texts=lambda kind: [kind] * 4))
+    startup_checks.check_same_devices(world, ["a", "a", "b", "b"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import SchedulerJob
 from megatron_zpp.system.user_error import UserError
 from megatron_zpp.training.instruments import make_instruments
@@ -20,7 +22,7 @@ from megatron_zpp.training.save_lock import SaveLock
 from megatron_zpp.training.writers import open_writers
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --ranks-per-node 2 "
-NO_LOCK = SaveLock(None, SchedulerJob())
+NO_LOCK = SaveLock(None, SchedulerJob(), cast(World, None))
 
 
 def config_of(flags: str) -> Config:
