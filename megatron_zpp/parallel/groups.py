@@ -197,12 +197,11 @@ def end_group(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
-def end_world(meet: Callable[[], object] = dist.barrier) -> None:
-    """Ends all process groups; no message may be under way. Every rank must call it. meet: returns when every rank has called it.
+def end_world() -> None:
+    """Ends all process groups; every rank must call it, once no rank needs them any more.
 
     Objects that still hold a collective are freed now: gloo's threads must not free them while the interpreter shuts down.
     """
-    meet()
     _keep_backends(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
     gc.collect()

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -75,7 +74,7 @@ class World:
         self._reported: str | None = None
         self.release: Callable[[], object] = lambda: None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
-        backend = f"cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
+        backend = nccl_backend() if device.type == "cuda" else "gloo"
         # A rank that has connected waits here. In its first collective it would run into the timeout as early as those that cannot connect.
         with self._naming_lost_ranks(CONNECTING), self._roll_call(CONNECTING).after(print), self.connecting():
             self._failure_board.enter()
@@ -169,7 +168,9 @@ class World:
             if self.world_size > 1:
                 self.gather_texts("")
             self._pulse.stop()
-            end_world(partial(self.gather_texts, ""))
+            self.gather_texts("")  # no rank needs a group any more
+            self._text_groups = WorldGroups()  # groups that are held keep their threads
+            end_world()
 
     @contextmanager
     def _naming_lost_ranks(self, what: str) -> Iterator[None]:

@@ -218,6 +218,7 @@ def leave_world() -> None:
     It also frees what still holds a collective: threads of gloo that free it while the interpreter shuts down abort the process.
     """
     if has_world():
+        dist.barrier()
         end_world()
 
 

@@ -130,6 +130,7 @@ def gathered_over_gloo(nodes: int, ranks_per_node: int) -> list[Any]:
         own = next(ranks for ranks in worlds if rank in ranks)
         backend = TorchBackend(grid, own.index(rank), {}, make_world_groups(grid, worlds, rank, TIMEOUT, CPU))
         rows += [backend.gather_world(torch.tensor([rank + shift])).flatten().tolist() for shift in (0, 100)]
+    dist.barrier()
     end_world()
     return rows
 

@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import pickle
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from threading import Event
@@ -98,6 +99,18 @@ def gather_texts_without_pickle() -> list[list[str]]:
 def test_texts_of_any_length_and_alphabet_cross_the_network_as_bytes(ranks: RankPool) -> None:
     expected = [[f"rank {rank}" for rank in range(4)], [*TEXTS[:2], "/data/\\udcff", TEXTS[3]], [""] * 4]
     assert ranks.run(2, 2, gather_texts_without_pickle) == [expected] * 4
+
+
+def groups_that_outlive_a_world() -> list[bool]:
+    """Of each group for texts, whether it is still there after the end, as its threads would be, while the program keeps its world."""
+    world = World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=1))
+    made = [weakref.ref(group) for group in world._text_groups.made()]
+    world.leave()
+    return [group() is not None for group in made]
+
+
+def test_no_group_outlives_its_world(ranks: RankPool) -> None:
+    assert ranks.run(2, 2, groups_that_outlive_a_world) == [[False] * 2, [False], [False] * 2, [False]]
 
 
 MEMBERS = (0, 2, 3)
