@@ -106,15 +106,23 @@ def make_text_groups(
     timeout: timedelta,
     connecting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> WorldGroups:
-    """Groups of gloo in which all ranks of torch.distributed, each of which must call it, gather texts. The arguments: as of
-    `make_lane_groups`.
+    """Groups of gloo in which all ranks of torch.distributed, each of which must call it, gather texts: torch's own group if it has gloo,
+    as on CPUs. The arguments: as of `make_lane_groups`.
 
     gloo connects all members of a group when it is made, and each reads the address of every other from the store. So the ranks are in
     groups of about the square root of their number, of neighbours and of the first of these: a rank reads about 2 D**0.5 addresses, not D.
     """
+    if _torch_has_gloo():
+        return WorldGroups()
     neighbours = max(size for size in range(1, math.isqrt(world_size) + 1) if world_size % size == 0)
     arguments: Callable[[], dict[str, Any]] = partial(dict, timeout=timeout, backend="gloo")
     return _levels([range(world_size)], neighbours, partial(_own_group, rank=rank, connecting=connecting, arguments=arguments))
+
+
+def _torch_has_gloo() -> bool:
+    """Whether torch's own group can send tensors of the CPU."""
+    group = dist.group.WORLD
+    return group is not None and torch.device("cpu") in group._device_types
 
 
 def _levels(

@@ -49,7 +49,7 @@ class World:
         """Connects the ranks: over gloo for CPU tensors, and on GPUs over NCCL for CUDA tensors. A single rank needs no launcher.
 
         On GPUs torch's own group has NCCL alone, which connects ranks when they first send: a gloo group of all ranks would keep the store
-        of thousands busy for minutes. Texts have groups of their own.
+        of thousands busy for minutes. Texts have groups of their own there.
 
         timeout: after a link or a rank is lost, every rank ends within this time. A collective may take timeout - FAREWELL of it, or half
         of it if that is more.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from harness.parts import all_in
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, entry_in, losses, records_of
+from harness.world_of_gpus import world_without_gloo
 
 SAVED_AT, END = 3, 6
 SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3"
@@ -105,14 +104,8 @@ def test_one_folder_of_two_nodes_is_refused(ranks: RankPool, tmp_path: Path) -> 
 
 
 def entry_over_a_world_without_gloo(folder: str, disks: list[str], flags: str, log: str) -> tuple[int, str]:
-    """The same where torch's own group has a backend for GPUs alone, as in a run on GPUs; lanes and numbers have gloo instead of NCCL."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (torch then knows the backend)
-
-    init, new_group = dist.init_process_group, dist.new_group
-    with (
-        mock.patch.object(dist, "init_process_group", lambda backend, **others: init("cuda:fake", **others)),
-        mock.patch.object(dist, "new_group", lambda ranks, **others: new_group(ranks, **{**others, "backend": "gloo"})),
-    ):
+    """The same, as in a run on GPUs; lanes and numbers have gloo instead of NCCL."""
+    with world_without_gloo():
         return entry_on_a_node(folder, disks, flags, log)
 
 

@@ -143,6 +143,7 @@ def test_texts_are_gathered_in_groups_of_gloo_of_neighbours_and_of_the_first_of_
     world_size: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = _record_new_groups(monkeypatch)
+    monkeypatch.setattr(groups, "_torch_has_gloo", lambda: False)
     for rank in range(world_size):
         calls.clear()
         made = make_text_groups(world_size, rank, TIMEOUT)
@@ -154,6 +155,7 @@ def test_texts_are_gathered_in_groups_of_gloo_of_neighbours_and_of_the_first_of_
 @pytest.mark.parametrize("world_size", [64, 4096, 16384])
 def test_a_rank_has_few_others_in_its_groups_for_texts(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _record_new_groups(monkeypatch)
+    monkeypatch.setattr(groups, "_torch_has_gloo", lambda: False)
     made = make_text_groups(world_size, 0, TIMEOUT)
     assert [len(calls[int(str(group)) - 1].ranks) for group in made.made()] == [world_size**0.5] * 2
 

@@ -18,6 +18,7 @@ from harness.patience import PATIENCE_SECONDS
 from harness.places import ROOT
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY
+from harness.world_of_gpus import world_without_gloo
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
@@ -103,7 +104,9 @@ def test_texts_of_any_length_and_alphabet_cross_the_network_as_bytes(ranks: Rank
 
 def groups_that_outlive_a_world() -> list[bool]:
     """Of each group for texts, whether it is still there after the end, as its threads would be, while the program keeps its world."""
-    world = World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=1))
+    with world_without_gloo():
+        world = World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=1))
+    assert world.gather_texts(TEXTS[world.rank]) == [*TEXTS[:2], "/data/\\udcff", TEXTS[3]]
     made = [weakref.ref(group) for group in world._text_groups.made()]
     world.leave()
     return [group() is not None for group in made]
