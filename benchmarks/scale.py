@@ -90,10 +90,11 @@ def reports_table(results: Mapping[str, Any]) -> str:
 
 
 def store_table(results: Mapping[str, Any]) -> str:
-    row = store.Store(**results["store"][0])
-    lines = [[ranks, str(asked), str(row.of_texts[ranks])] for ranks, asked in row.of_group.items()]
-    lines += [["answered per second", f"{row.per_second:.0f}", ""]]
-    return in_table(["ranks", "one group of gloo of all", "groups for texts, first rank"], lines)
+    row = results["store"][0]
+    costs = [(ranks, store.Groups(**row["all_ranks"][ranks]), store.Groups(**row["texts"][ranks])) for ranks in row["texts"]]
+    lines = [[ranks, str(whole.operations), f"{whole.mib:.2f}", str(texts.operations), f"{texts.mib:.2f}"] for ranks, whole, texts in costs]
+    lines.append(["the store answers per second", f"{row['per_second']:.0f}", "", "", ""])
+    return in_table(["ranks", "operations, one group of all", "MiB", "operations, groups for texts", "MiB"], lines)
 
 
 def real_ranks_table(results: Mapping[str, Any]) -> str:

@@ -1,61 +1,87 @@
-"""What torch's own groups ask of the store, and how much a store answers."""
+"""What groups of gloo ask of the store, and take of memory; and how much a store answers."""
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
 from torch import multiprocessing
 
 from benchmarks.scale_study.counted_store import CountedStore
 from benchmarks.scale_study.members import answered
-from megatron_zpp.parallel.groups import make_text_groups
+from megatron_zpp.monitor.memory import PROCESS_STATUS, resident_bytes
+from megatron_zpp.parallel.groups import WorldGroups, make_text_groups
+from megatron_zpp.parallel.initialize import gather_texts
 
-RANKS = (4, 8, 16)
+Make = Callable[[dist.Store, int, int], WorldGroups]
+
+RANKS = (4, 16, 64)
 PROCESSES, CLIENTS, SECONDS = 3, 8, 5.0  # that ask as fast as they can
 
 
 @dataclass(frozen=True)
+class Groups:
+    """What process groups of the host cost: operations of the store, of the rank that asks most, and memory, the median of all ranks."""
+
+    operations: int
+    mib: float
+
+
+@dataclass(frozen=True)
 class Store:
-    """of_group, of_texts: by number of ranks, the operations of the rank that asks most, to make one group of gloo of all ranks, and the
-    groups for texts. per_second: that a store answers.
+    """all_ranks, texts: by number of ranks, what one group of gloo of all costs, and the groups for texts. per_second: operations that a
+    store answers.
     """
 
-    of_group: dict[str, int]
-    of_texts: dict[str, int]
+    all_ranks: dict[str, Groups]
+    texts: dict[str, Groups]
     per_second: float
 
 
 def measure() -> list[Store]:
-    asked = {str(ranks): _of_groups(ranks) for ranks in RANKS}
-    return [Store({ranks: one for ranks, (one, _) in asked.items()}, {ranks: texts for ranks, (_, texts) in asked.items()}, _per_second())]
+    all_ranks, texts = ({str(ranks): _cost(ranks, make) for ranks in RANKS} for make in (_all_ranks, _texts))
+    return [Store(all_ranks, texts, _per_second())]
 
 
-def _of_groups(ranks: int) -> tuple[int, int]:
+def _cost(ranks: int, make: Make) -> Groups:
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers: Any = context.Queue()
-    processes = [context.Process(target=_rank, args=(rank, ranks, store.port, answers)) for rank in range(ranks)]
+    processes = [context.Process(target=_rank, args=(make, rank, ranks, store.port, answers)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    of_group, of_texts = zip(*answered(processes, answers), strict=True)
-    return max(of_group), max(of_texts)
+    operations, nbytes = zip(*answered(processes, answers), strict=True)
+    return Groups(max(operations), statistics.median(nbytes) / 2**20)
 
 
-def _rank(rank: int, ranks: int, port: int, answers: Any) -> None:
+def _rank(make: Make, rank: int, ranks: int, port: int, answers: Any) -> None:
     torch.set_num_threads(1)
     store = CountedStore(dist.TCPStore("127.0.0.1", port))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    of_group = store.operations
-    make_text_groups(ranks, rank, timedelta(minutes=1))
-    answers.put((of_group, store.operations - of_group))
-    dist.barrier()
+    before = resident_bytes(PROCESS_STATUS)
+    groups = make(store, rank, ranks)
+    gather_texts("", groups)  # until all have connected
+    answers.put((store.operations, resident_bytes(PROCESS_STATUS) - before))
+    gather_texts("", groups)
     dist.destroy_process_group()
+
+
+def _all_ranks(store: dist.Store, rank: int, ranks: int) -> WorldGroups:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return WorldGroups()
+
+
+def _texts(store: dist.Store, rank: int, ranks: int) -> WorldGroups:
+    """As on GPUs, where torch's own group has no gloo."""
+    dist.init_process_group("cuda:fake", store=store, rank=rank, world_size=ranks)
+    return make_text_groups(ranks, rank, timedelta(minutes=5))
 
 
 def _per_second() -> float:
