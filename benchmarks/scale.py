@@ -4,8 +4,8 @@
 
 control: bytes of a gather of numbers that enter a node, on nodes that are network namespaces. groups: the process groups of a rank, with
 torch's fake groups. joining: operations of the store of members that are threads, one of which comes late. reports: of a rank that
-reports a failure. store: what torch asks of it for a group of gloo, and how much it answers. real-ranks: memory of the host of real ranks
-of the training script. Each part that is measured replaces the stored one. Needs root or user namespaces.
+reports a failure. store: what groups of gloo ask of it and take of memory, and how much it answers. real-ranks: memory of the host of
+real ranks of the training script. Each part that is measured replaces the stored one. Needs root or user namespaces.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def reports_table(results: Mapping[str, Any]) -> str:
 
 def store_table(results: Mapping[str, Any]) -> str:
     row = results["store"][0]
-    costs = [(ranks, store.Groups(**row["all_ranks"][ranks]), store.Groups(**row["texts"][ranks])) for ranks in row["texts"]]
+    costs = [(ranks, store.Cost(**row["all_ranks"][ranks]), store.Cost(**row["texts"][ranks])) for ranks in row["texts"]]
     lines = [[ranks, str(whole.operations), f"{whole.mib:.2f}", str(texts.operations), f"{texts.mib:.2f}"] for ranks, whole, texts in costs]
     lines.append(["the store answers per second", f"{row['per_second']:.0f}", "", "", ""])
     return in_table(["ranks", "operations, one group of all", "MiB", "operations, groups for texts", "MiB"], lines)

@@ -28,8 +28,8 @@ PROCESSES, CLIENTS, SECONDS = 3, 8, 5.0  # that ask as fast as they can
 
 
 @dataclass(frozen=True)
-class Groups:
-    """What process groups of the host cost: operations of the store, of the rank that asks most, and memory, the median of all ranks."""
+class Cost:
+    """What groups of gloo cost: operations of the store, of the rank that asks most, and memory, the median of all ranks."""
 
     operations: int
     mib: float
@@ -41,8 +41,8 @@ class Store:
     store answers.
     """
 
-    all_ranks: dict[str, Groups]
-    texts: dict[str, Groups]
+    all_ranks: dict[str, Cost]
+    texts: dict[str, Cost]
     per_second: float
 
 
@@ -51,7 +51,7 @@ def measure() -> list[Store]:
     return [Store(all_ranks, texts, _per_second())]
 
 
-def _cost(ranks: int, make: Make) -> Groups:
+def _cost(ranks: int, make: Make) -> Cost:
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers: Any = context.Queue()
@@ -59,7 +59,7 @@ def _cost(ranks: int, make: Make) -> Groups:
     for process in processes:
         process.start()
     operations, nbytes = zip(*answered(processes, answers), strict=True)
-    return Groups(max(operations), statistics.median(nbytes) / 2**20)
+    return Cost(max(operations), statistics.median(nbytes) / 2**20)
 
 
 def _rank(make: Make, rank: int, ranks: int, port: int, answers: Any) -> None:
