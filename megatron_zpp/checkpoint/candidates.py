@@ -14,7 +14,7 @@ from megatron_zpp.checkpoint.folders import (
     older_checkpoints,
     saved_iterations,
 )
-from megatron_zpp.checkpoint.manifest import CheckpointError, is_complete
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.schema import CheckpointConfig
 
@@ -32,12 +32,20 @@ class Candidates(NamedTuple):
     def first(self) -> Path | None:
         return next(iter(self.folders), None)
 
-    @property
-    def usable(self) -> Path | None:
-        """The first folder whose manifest can be read; if there is none, the first."""
-        if len(self.folders) < 2:
-            return self.first
-        return next(filter(is_complete, self.folders), self.first)
+    def first_readable(self) -> tuple[Path, Manifest] | None:
+        """The first folder whose manifest can be read, and its manifest; None without folders.
+
+        Raises the CheckpointError of the first folder if no manifest can be read.
+        """
+        errors: list[CheckpointError] = []
+        for folder in self.folders:
+            try:
+                return folder, read_manifest(folder)
+            except CheckpointError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return None
 
 
 def find_candidates(checkpoint: CheckpointConfig) -> Candidates:

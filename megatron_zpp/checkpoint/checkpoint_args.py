@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_zpp.checkpoint.candidates import find_candidates
-from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
 from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FIELDS, TOKENIZER_FILES
@@ -38,12 +38,12 @@ def with_checkpoint_args(config: Config) -> Config:
     if not config.checkpoint.use_checkpoint_args:
         return config
     try:
-        folder = find_candidates(config.checkpoint).usable
-        manifest = None if folder is None else read_manifest(folder)
+        found = find_candidates(config.checkpoint).first_readable()
     except CheckpointError as error:
         raise FlagError(f"--use-checkpoint-args: {error}.") from error
-    if manifest is None:
+    if found is None:
         return config.with_notices("--use-checkpoint-args: there is no checkpoint yet, the flags decide")
+    folder, manifest = found
     values = {name: value for name, value in _values(config, manifest).items() if name not in config.given}
     sources = {**config.sources, **dict.fromkeys(values, f"from {folder}")}
     config = replace(config, given=config.given | values.keys(), sources=sources).with_values(**values)

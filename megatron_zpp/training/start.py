@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,12 +106,13 @@ def find_resume_source(config: Config, world: World, disk: Disk, announce: Calla
     if folder is None:
         return ResumeSource(None, None)
     if checkpoint.load_last_good_checkpoint:
-        folder, found = _last_good(candidates.folders, world)
+        reader, found = _last_good(candidates.folders, world)
         notices += found
-    with world.agreement():
-        reader = CheckpointReader(folder)
+    else:
+        with world.agreement():
+            reader = CheckpointReader(folder)
     _check_same_checkpoint(world, reader.identity)
-    return ResumeSource(reader, StoredRun.of(checkpoint, folder, reader.manifest), notices)
+    return ResumeSource(reader, StoredRun.of(checkpoint, reader.folder, reader.manifest), notices)
 
 
 def load_progress(config: Config, state: EngineState, source: ResumeSource) -> Progress:
@@ -273,13 +274,19 @@ def _whole_one(finder: PartsFinder, names: Sequence[str], *, may_be_older: bool)
     return _first_good(finder.directory, names, look)
 
 
-def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, ...]]:
-    """The first undamaged one of rank 0's folders, and warnings about those before it. Each rank reads its share of the files."""
+def _last_good(folders: Sequence[Path], world: World) -> tuple[CheckpointReader, tuple[str, ...]]:
+    """A reader of the first undamaged one of rank 0's folders, and warnings about those before it.
 
-    def look(name: str) -> tuple[Path, Sequence[str]]:
-        candidate = folders[0].with_name(name)
-        by_rank = world.gather_texts("\n".join(_findings(candidate, world)))
-        return candidate, sorted({finding for text in by_rank for finding in text.splitlines()})
+    Each rank reads its share of the files.
+    """
+
+    def look(name: str) -> tuple[CheckpointReader | None, Sequence[str]]:
+        reader, own_findings = _verified(folders[0].with_name(name), world)
+        by_rank = world.gather_texts("\n".join(own_findings))
+        findings = sorted({finding for text in by_rank for finding in text.splitlines()})
+        if findings and reader is not None:
+            reader.close()
+        return reader, findings
 
     of_rank_0 = world.gather_texts("\n".join(folder.name for folder in folders))[0]  # another machine may still see deleted folders
     return _first_good(folders[0].parent, of_rank_0.splitlines(), look)
@@ -301,14 +308,15 @@ def _first_good(
     raise StartupError(f"no checkpoint in {directory} is good: {'; '.join(notices)}; name another folder, or an empty one to start anew")
 
 
-def _findings(folder: Path, world: World) -> Iterator[str]:
+def _verified(folder: Path, world: World) -> tuple[CheckpointReader | None, Sequence[str]]:
+    """A reader of the checkpoint, unless it cannot be opened, and what this rank finds wrong with it."""
     try:
-        with CheckpointReader(folder) as reader:
-            yield from reader.verify(reader.manifest.files[world.rank :: world.world_size])
+        reader = CheckpointReader(folder)
     except DamagedCheckpointError as error:
-        yield error.finding
+        return None, [error.finding]
     except CheckpointError as error:
-        yield str(error)
+        return None, [str(error)]
+    return reader, list(reader.verify(reader.manifest.files[world.rank :: world.world_size]))
 
 
 def _check_same_checkpoint(world: World, seen: str) -> None:

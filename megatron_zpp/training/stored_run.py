@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.contents import check_model, check_moments, rotation_differences
-from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, read_manifest
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.counted import counted
@@ -141,8 +141,8 @@ def find_stored_run(checkpoint: CheckpointConfig) -> StoredRun | None:
 
     With --load-last-good-checkpoint, of the newest complete one. Raises CheckpointError if it cannot be read.
     """
-    folder = find_candidates(checkpoint).usable
-    return None if folder is None else StoredRun.of(checkpoint, folder, read_manifest(folder))
+    found = find_candidates(checkpoint).first_readable()
+    return None if found is None else StoredRun.of(checkpoint, *found)
 
 
 def _copy_of(zero: ZeroConfig, precision: PrecisionConfig) -> tuple[str, int] | None:

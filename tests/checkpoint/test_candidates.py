@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness.stored_manifest import manifest_of_run, write_manifest
+from harness.stored_manifest import count_parsed_manifests, manifest_of_run, write_manifest
 
 from megatron_zpp.checkpoint.candidates import Candidates, check_may_begin_anew, find_candidates
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
@@ -123,6 +123,13 @@ def test_a_folder_without_the_checkpoint_that_is_asked_for_is_refused_with_the_o
     typo = directory.with_name(f"{directory.name}x")
     with pytest.raises(CheckpointError, match=rf"\(did you mean {directory}\?\)"):
         find_candidates(parse_flags(f"{flag} {typo}".split()).checkpoint)
+
+
+def test_no_manifest_is_parsed_twice_to_find_the_newest_that_can_be_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (iteration_folder(directory, 4) / MARKER_FILE).unlink()
+    parsed = count_parsed_manifests(monkeypatch)
+    assert find_stored_run(parse_flags(f"--load {directory} {LAST_GOOD}".split()).checkpoint) is not None
+    assert parsed == [iteration_folder(directory, 2)]
 
 
 @pytest.mark.parametrize("latest", ["4", ""])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from harness.run_state import run_state
+from megatron_zpp.checkpoint import manifest as module
 from megatron_zpp.checkpoint.folders import iteration_folder, move_latest
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal
@@ -29,3 +32,16 @@ def write_manifest(directory: Path, manifest: Manifest) -> Path:
     seal(folder, manifest)
     move_latest(directory, str(manifest.iteration))
     return folder
+
+
+def count_parsed_manifests(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A list that grows by the folder of every manifest that is parsed from now on."""
+    parsed: list[Path] = []
+    parse = module.manifest_of
+
+    def counted(folder: Path, data: bytes) -> Manifest:
+        parsed.append(folder)
+        return parse(folder, data)
+
+    monkeypatch.setattr(module, "manifest_of", counted)
+    return parsed

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from harness.stored_manifest import count_parsed_manifests, manifest_of_run, write_manifest
 
+from megatron_zpp.checkpoint.disk import Disk
+from megatron_zpp.checkpoint.folders import iteration_folder
+from megatron_zpp.checkpoint.manifest import MARKER_FILE
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.training.start import ResumeSource, describe_start
+from megatron_zpp.training.start import ResumeSource, describe_start, find_resume_source
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 5 --mock-data "
 
@@ -71,3 +79,19 @@ def test_a_run_that_starts_anew_beside_checkpoints_of_a_like_name_names_them(tmp
 
 def test_standard_streams_and_the_null_device_have_no_earlier_run() -> None:
     assert [said(f"--log-jsonl {path}", Progress()) for path in ("/dev/stdout", "/dev/null")] == ["", ""]
+
+
+@pytest.mark.parametrize(("flags", "damaged"), [("", ()), ("--load-last-good-checkpoint", ()), ("--load-last-good-checkpoint", (4,))])
+def test_a_run_parses_the_manifest_that_it_loads_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, damaged: tuple[int, ...]
+) -> None:
+    config = resolve(parse_flags(f"{SHAPE} --load {tmp_path} {flags}".split()), 1, None)
+    for iteration in (2, 4):
+        write_manifest(tmp_path, replace(manifest_of_run(config, 128, iteration), shapes={}))  # without tensors all of them are good
+    for iteration in damaged:
+        (iteration_folder(tmp_path, iteration) / MARKER_FILE).unlink()
+    parsed = count_parsed_manifests(monkeypatch)
+    alone: Any = SimpleNamespace(rank=0, world_size=1, agreement=nullcontext, gather_texts=lambda text: [text])
+    source = find_resume_source(config, alone, Disk.of_all(0, 1))
+    assert source.stored is not None and parsed == [source.stored.folder] == [iteration_folder(tmp_path, 2 if damaged else 4)]
+    source.close()
