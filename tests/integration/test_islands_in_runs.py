@@ -64,14 +64,12 @@ def test_neither_a_save_nor_an_evaluation_changes_a_bit(ranks: RankPool, tmp_pat
     assert losses(pretrain(ranks, 2, 2, f"{COMMON} {ISLANDS} --zero-stage 3", tmp_path / "run.jsonl")) == losses(records)
 
 
-@pytest.mark.parametrize("stage", ["--zero-stage 3", "--zero-stage 3 --optimizer-cpu-offload", "--zero-stage 1"])
+@pytest.mark.parametrize("stage", ["--zero-stage 3", "--zero-stage 3 --optimizer-cpu-offload", "--zero-stage 2"])
 def test_the_next_losses_are_those_of_the_unbroken_run(ranks: RankPool, tmp_path: Path, unbroken: tuple[Path, Records], stage: str) -> None:
-    """Norms add their squares in another order at another stage."""
     saved, records = unbroken
     flags = f"{COMMON} {ISLANDS} {EVALUATING} {stage} --load {saved} --ckpt-step {SAVED_AT}"
-    found, expected = pretrain(ranks, 2, 2, flags, tmp_path / "run.jsonl"), losses(records)[SAVED_AT:]
-    assert [loss for loss, _ in losses(found)] == [loss for loss, _ in expected]
-    assert [norm for _, norm in losses(found)] == pytest.approx([norm for _, norm in expected], rel=0 if "3" in stage else 1e-7)
+    found = pretrain(ranks, 2, 2, flags, tmp_path / "run.jsonl")
+    assert losses(found) == losses(records)[SAVED_AT:]
     assert validation_losses(found) == validation_losses(records)[1:]
 
 
