@@ -99,12 +99,13 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         os.environ.update(environment)
+        gc.collect()  # what the last run left: only now have its threads ended, which hold its groups
+        gc.freeze()  # what is left are modules: the collection at the end of every run need not look at them again
         try:
             answer = (False, function(*args))
         except Exception:
             answer = (True, traceback.format_exc())
         connection.send(answer)
-        gc.freeze()  # what is left are modules: the collection at the end of every run need not look at them again
 
 
 def free_port() -> int:
