@@ -107,4 +107,4 @@ def run_islands(
         return result
 
     with patch.object(world_links, "make_lanes", lambda _: TurnLanes() if pause is None else ThreadLanes(pause)):
-        return run_world((islands, ranks), run, takes_turns=pause is None)
+        return run_world((islands, ranks), run, takes_turns=pause is None, on_all_cores=pause is not None)

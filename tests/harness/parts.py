@@ -15,6 +15,7 @@ import torch
 
 from harness.dying import DISK_CALLS
 from harness.messages import Messages
+from harness.one_core import on_one_core
 from harness.small_state import disks_of, shares, state_at
 from megatron_zpp.checkpoint.parts import Parts, PartsFinder
 
@@ -23,7 +24,7 @@ MOST_ITERATIONS = 5  # of states that tests save
 
 def on_ranks(world_size: int, act: Callable[[int], Any]) -> list[Any]:
     """What `act` returns on each rank, a thread each. An error of a rank is raised."""
-    with ThreadPoolExecutor(world_size) as threads:
+    with on_one_core(), ThreadPoolExecutor(world_size) as threads:
         return list(threads.map(act, range(world_size)))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.messages import Messages
+from harness.one_core import on_one_core
 from harness.patience import PATIENCE_SECONDS
 from harness.run_state import run_state
 from harness.worlds import Barrier
@@ -135,7 +136,7 @@ class Ranks:
 
     def on_each(self, act: Callable[[CheckpointSaver], object]) -> list[object]:
         """What each rank returned; the first error that a rank raised is raised here."""
-        with ThreadPoolExecutor(len(self.savers)) as threads:
+        with on_one_core(), ThreadPoolExecutor(len(self.savers)) as threads:
             return list(threads.map(act, self.savers))
 
 

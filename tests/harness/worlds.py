@@ -1,7 +1,8 @@
 """Virtual worlds for tests: ranks as threads that take turns.
 
 Left to themselves, the threads of a world spend most of their time asking each other for the interpreter. Here one of them computes at a
-time, and hands over where it has to wait for another. Bits and bytes do not depend on it. Tests of races let all threads run at once.
+time, and hands over where it has to wait for another; all of them stay on one core. Bits and bytes do not depend on it. Tests of races let
+all threads run at once, on all cores.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 from harness import tiers
+from harness.one_core import on_one_core
 from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld, _Round
 from megatron_zpp.comm.lanes import Hop, ThreadLanes
 from megatron_zpp.parallel.grid import Grid
@@ -135,10 +137,11 @@ def run_world(
     limit_seconds: float = 120.0,
     *,
     takes_turns: bool = True,
+    on_all_cores: bool = False,
 ) -> list[Result]:
     """What `program` returns on each rank; ranks that wait for each other in vain end with a TimeoutError.
 
-    Lanes of ranks that take turns are TurnLanes.
+    takes_turns: then lanes must be TurnLanes. on_all_cores: for ranks that take no turns, where a test looks for races.
     """
     tiers.require("virtual")
     grid = shape if isinstance(shape, Grid) else Grid.of_nodes(*shape)
@@ -147,7 +150,8 @@ def run_world(
     watch.daemon = True
     watch.start()
     try:
-        return cast(list[Result], world.run(program))
+        with nullcontext() if on_all_cores else on_one_core():
+            return cast(list[Result], world.run(program))
     finally:
         watch.cancel()
 
