@@ -18,8 +18,9 @@ def table(gaps: Sequence[Gap]) -> str:
     ]
     for gap in gaps:
         cells = "- | -" if gap.setting.is_plain else f"{Interval.of(gap.percents)} | {Interval.of(gap.exported)}"
-        in_m = PLAIN_BYTES_IN_M * gap.share
-        lines.append(f"| {gap.setting.name} | {in_m:.3f} | {gap.mean_loss:.4f} | {cells} | {len(gap.percents)} |")
+        # The study averages moments in the memory of its process: their bytes are not counted.
+        in_m = "" if gap.setting.averages_moments else f"{PLAIN_BYTES_IN_M * gap.share:.3f}"
+        lines.append(f"| {gap.setting.name} | {in_m} | {gap.mean_loss:.4f} | {cells} | {len(gap.percents)} |")
     return "\n".join(lines)
 
 

@@ -238,7 +238,11 @@ PAIRS = (
 
 
 WIDE_PAIR = (PLAIN, EVERY_16_STEPS)
-ISLAND_PAIRS = (("islands, every 16 steps", "islands, every 16 steps, 16 bits"),)
+ISLAND_PAIRS = (
+    ("islands, every 16 steps", "islands, every 16 steps, 16 bits"),
+    ("islands, every 16 steps, one step late", "islands, every 16 steps"),
+    ("islands, every 16 steps, moments averaged", "islands, every 16 steps"),
+)
 
 
 def islands_by_rate() -> str:
