@@ -184,6 +184,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
             printer.on_first(start.describe_start(config, source, progress, about_data))
         progress = with_reading(progress, here)
         source.close()
+        del source  # its manifest has a piece of each unit from each rank: half a GiB where thousands saved it
         Trainer(config, model, engine, datasets, writers, progress, outer).run()
     if outer is not None:
         outer.close()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from harness.rank_pool import RankPool
 from harness.tiny_corpus import write_corpus
-from harness.tiny_runs import TINY, losses, pretrain
+from harness.tiny_runs import TINY, entry, losses, pretrain
 from test_bad_input import entry_and_output
 
-from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, marker_json, read_manifest
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, StoredPiece, marker_json, read_manifest
+from megatron_zpp.training.trainer import Trainer
 
 SAVED_AT, END = 3, 5
 WARNING = "WARNING: the training data or their order have changed "
@@ -44,6 +47,25 @@ def test_resume_equals_not_having_stopped_bit_for_bit(ranks: RankPool, tmp_path:
     parts = pretrain(ranks, 1, 2, f"{common} {checkpoints}", tmp_path / "parts.jsonl")
     assert len(losses(whole)) == END
     assert [told(record) for record in parts] == [told(record) for record in whole]
+
+
+def entry_that_counts_pieces(flags: list[str]) -> tuple[int, int]:
+    """The exit code, and how many pieces of checkpoints are described in memory when training begins."""
+    found, run = [], Trainer.run
+
+    def counted(trainer: Trainer) -> None:
+        found.append(sum(isinstance(value, StoredPiece) for value in gc.get_objects()))
+        run(trainer)
+
+    with mock.patch.object(Trainer, "run", counted):
+        return entry(flags), found[0]
+
+
+@pytest.mark.parametrize("extra", ["", "--load-last-good-checkpoint --use-checkpoint-args", "--node-local-checkpoints"])
+def test_while_a_resumed_run_trains_it_holds_no_manifest(ranks: RankPool, tmp_path: Path, corpus: Path, extra: str) -> None:
+    common = f"{flags(corpus, '', 3)} --save {tmp_path} --load {tmp_path}"
+    pretrain(ranks, 1, 2, f"{common} --exit-interval {SAVED_AT}", tmp_path / "parts.jsonl")
+    assert ranks.run(1, 2, entry_that_counts_pieces, [*TINY, *f"{common} {extra}".split()]) == [(0, 0)] * 2
 
 
 def test_a_checkpoint_of_one_world_and_stage_goes_on_in_another_within_fp32_rounding(ranks: RankPool, tmp_path: Path, corpus: Path) -> None:
