@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from harness.messages import Messages
-from harness.parts import finders, held_by, held_in, loaded, on_ranks
+from harness.parts import finders, held_by, held_in, loaded
 from harness.patience import PATIENCE_SECONDS
+from harness.rank_threads import on_ranks
 from harness.small_state import CHUNK_BYTES, Ranks, check_holds, set_state, state_at
 
 from megatron_zpp.checkpoint import copies, other_disks, reader, saver, unfinished

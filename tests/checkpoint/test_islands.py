@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 from harness.islands import UNITS, Member, loss_of, run_islands, samples, small_module
 from harness.tool import run_tool
-from harness.worlds import TurnLanes, run_world
+from harness.worlds import run_world
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -23,7 +22,6 @@ from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointErr
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.sharded_module import load, save
-from megatron_zpp.comm import world_links
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.outer.join import join_islands
 from megatron_zpp.outer.options import OuterOptions
@@ -184,9 +182,7 @@ def test_other_units_are_late_if_a_parameter_of_theirs_was(units: list[str], lat
         engine.close()
         return found
 
-    with patch.object(world_links, "make_lanes", lambda _: TurnLanes()):
-        of_ranks = run_world((2, 2), run, takes_turns=True)
-    assert all(set(late) <= found for found in of_ranks)
+    assert all(set(late) <= found for found in run_world((2, 2), run))
 
 
 def test_every_state_is_stored_once_and_the_weight_is_the_outer_one(tmp_path: Path) -> None:
@@ -262,7 +258,7 @@ def engine_alone(program: Callable[[Member], object], engine_options: EngineOpti
         engine.close()
         return result
 
-    return run_world((1, 2), run, takes_turns=False)
+    return run_world((1, 2), run)
 
 
 def test_a_run_without_islands_goes_on_from_their_mean(tmp_path: Path) -> None:
@@ -375,7 +371,7 @@ def test_outer_steps_of_another_engine_are_refused(tmp_path: Path) -> None:
 
     run_islands(1, 1, lambda member: others.update({0: member}))
     with pytest.raises(ValueError, match="outer belongs to another engine"):
-        run_world((1, 1), program, takes_turns=False)
+        run_world((1, 1), program)
 
 
 def test_joined_engines_save_and_load_as_one_and_not_while_they_show_outer_weights(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from harness.messages import Messages
-from harness.parts import all_in, finders, held_by, loaded, on_ranks
+from harness.parts import all_in, finders, held_by, loaded
+from harness.rank_threads import on_ranks
 from harness.small_state import Ranks, check_holds, manifest_at, set_state, state_at
 
 from megatron_zpp.checkpoint import other_disks

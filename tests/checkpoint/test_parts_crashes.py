@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.parts import at_call, loaded, on_ranks
+from harness.parts import at_call, loaded
 from harness.patience import PATIENCE_SECONDS
+from harness.rank_threads import on_ranks
 from harness.small_state import Ranks, manifest_at, set_state, state_at
 
 from megatron_zpp.checkpoint import folders, parts, saver, unfinished

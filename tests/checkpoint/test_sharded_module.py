@@ -58,7 +58,7 @@ def trained_and_saved(make: Callable[[], nn.Module], policy: Policy, shape: tupl
         save(engine, folder)
         engine.close()
 
-    run_world(shape, program, takes_turns=False)
+    run_world(shape, program)
 
 
 def loaded_and_trained(make: Callable[[], nn.Module], policy: Policy, shape: tuple[int, int], folder: Path) -> History:
@@ -70,7 +70,7 @@ def loaded_and_trained(make: Callable[[], nn.Module], policy: Policy, shape: tup
         engine.close()
         return history
 
-    return run_world(shape, program, takes_turns=False)[0]
+    return run_world(shape, program)[0]
 
 
 def unbroken(make: Callable[[], nn.Module], policy: Policy, shape: tuple[int, int]) -> History:
@@ -80,7 +80,7 @@ def unbroken(make: Callable[[], nn.Module], policy: Policy, shape: tuple[int, in
         engine.close()
         return history
 
-    return run_world(shape, program, takes_turns=False)[0][BEFORE:]
+    return run_world(shape, program)[0][BEFORE:]
 
 
 # ---- going on
@@ -116,7 +116,7 @@ def test_a_save_changes_no_bit(tmp_path: Path) -> None:
         engine.close()
         return history[BEFORE:]
 
-    assert run_world((2, 2), program, takes_turns=False)[0] == unbroken(adapted_vit, lean(3), (2, 2))
+    assert run_world((2, 2), program)[0] == unbroken(adapted_vit, lean(3), (2, 2))
     assert complete_iterations(tmp_path) == [BEFORE + AFTER - 1]
 
 
@@ -135,8 +135,8 @@ def test_buffers_and_what_the_program_adds_come_back(tmp_path: Path) -> None:
         engine.close()
         return restored.step, restored.extra, engine.module.counts.tolist()
 
-    run_world((1, 2), saving, takes_turns=False)
-    assert run_world((1, 3), loading, takes_turns=False) == [(40, extra, [2**60 + 1, 0])] * 3
+    run_world((1, 2), saving)
+    assert run_world((1, 3), loading) == [(40, extra, [2**60 + 1, 0])] * 3
 
 
 def test_weights_alone_begin_a_new_run(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_frozen_weights_in_16_bits_come_back_to_the_bit(tmp_path: Path) -> None:
             engine.close()
         return found[0], found[1]
 
-    saved, loaded = run_world((1, 1), program, takes_turns=False)[0]
+    saved, loaded = run_world((1, 1), program)[0]
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(weight, loaded[path]) for path, weight in saved.items())
 
@@ -287,7 +287,7 @@ def test_bad_arguments_of_one_rank_are_refused_on_every_rank_and_nothing_is_writ
         save(engine, tmp_path)
         engine.close()
 
-    run_world((1, 2), program, takes_turns=False)
+    run_world((1, 2), program)
     assert complete_iterations(tmp_path) == [0]
 
 
@@ -325,9 +325,9 @@ def test_what_cannot_be_loaded_is_refused_alike_on_every_rank(how: str, make: Ca
         engine.close()
         return re.sub(r" \(on rank \d\)$", "", str(refused.value))
 
-    run_world((1, 2), saving, takes_turns=False)
+    run_world((1, 2), saving)
     broken(tmp_path, how)
-    assert len(set(run_world((1, 3), loading, takes_turns=False))) == 1
+    assert len(set(run_world((1, 3), loading))) == 1
 
 
 def test_damage_that_one_rank_meets_leaves_the_optimizer_of_all_as_it_was_and_an_older_checkpoint_can_be_loaded(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_damage_that_one_rank_meets_leaves_the_optimizer_of_all_as_it_was_and_an
         engine.close()
         return expected
 
-    run_world((1, 2), program, takes_turns=False)
+    run_world((1, 2), program)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
@@ -371,7 +371,7 @@ def test_a_buffer_of_rank_0_that_cannot_be_saved_is_named_on_every_rank(kind: st
             save(engine, tmp_path)
         engine.close()
 
-    run_world((1, 2), program, takes_turns=False)
+    run_world((1, 2), program)
     assert not (tmp_path / "iter_0000000").exists()
 
 
@@ -439,7 +439,7 @@ def test_a_folder_into_which_a_run_saves_is_refused_and_stays_as_it_is(tmp_path:
         engine.close()
 
     lock = take_lock(tmp_path, Job(), lambda _: None)
-    run_world((1, 2), program, takes_turns=False)
+    run_world((1, 2), program)
     lock.release()
     assert list(tmp_path.iterdir()) == []
 

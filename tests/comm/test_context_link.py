@@ -88,7 +88,7 @@ def test_ranks_that_pause_before_their_exchanges_and_waits_make_the_same_ones_in
             total += link.exchange(values[:, :3]).repeat(1, 2) + started.wait()
         return counted.calls, total
 
-    calls, totals = zip(*run_world(grid, program, takes_turns=False, on_all_cores=True), strict=True)
+    calls, totals = zip(*run_world(grid, program, takes_turns=False), strict=True)
     assert calls[0] == calls[1] and len(calls[0]) == 60
     assert not totals[0].equal(totals[2])  # of other samples
 

@@ -174,7 +174,7 @@ def test_ranks_that_pause_before_their_collectives_and_waits_make_the_same_ones_
             total[:3] += gathering.wait().sum(dim=0)
         return counted.calls, total
 
-    calls, totals = zip(*run_world(grid, program, takes_turns=False, on_all_cores=True), strict=True)
+    calls, totals = zip(*run_world(grid, program, takes_turns=False), strict=True)
     assert calls[0] == calls[1] and calls[2] == calls[3] and len(calls[0]) == 30 * 6
     assert not totals[0].equal(totals[2])  # of other data ranks
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from harness.worlds import TurnLanes, run_world
+from harness.worlds import run_world
 from megatron_zpp.comm import world_links
 from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.lanes import ThreadLanes
@@ -106,5 +106,7 @@ def run_islands(
         member.engine.close()
         return result
 
-    with patch.object(world_links, "make_lanes", lambda _: TurnLanes() if pause is None else ThreadLanes(pause)):
-        return run_world((islands, ranks), run, takes_turns=pause is None, on_all_cores=pause is not None)
+    if pause is None:
+        return run_world((islands, ranks), run)
+    with patch.object(world_links, "make_lanes", lambda _: ThreadLanes(pause)):
+        return run_world((islands, ranks), run, takes_turns=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,11 @@ import torch
 
 from harness.dying import DISK_CALLS
 from harness.messages import Messages
-from harness.one_core import on_one_core
+from harness.rank_threads import on_ranks
 from harness.small_state import disks_of, shares, state_at
 from megatron_zpp.checkpoint.parts import Parts, PartsFinder
 
 MOST_ITERATIONS = 5  # of states that tests save
-
-
-def on_ranks(world_size: int, act: Callable[[int], Any]) -> list[Any]:
-    """What `act` returns on each rank, a thread each. An error of a rank is raised."""
-    with on_one_core(), ThreadPoolExecutor(world_size) as threads:
-        return list(threads.map(act, range(world_size)))
 
 
 def finders(directories: Sequence[Path], world_size: int, messages: Messages | None = None) -> Callable[[int], PartsFinder]:

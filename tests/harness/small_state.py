@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from harness.messages import Messages
-from harness.one_core import on_one_core
 from harness.patience import PATIENCE_SECONDS
+from harness.rank_threads import on_ranks
 from harness.run_state import run_state
 from harness.worlds import Barrier
 from megatron_zpp.checkpoint.disk import Disk, Gather
@@ -136,8 +135,7 @@ class Ranks:
 
     def on_each(self, act: Callable[[CheckpointSaver], object]) -> list[object]:
         """What each rank returned; the first error that a rank raised is raised here."""
-        with on_one_core(), ThreadPoolExecutor(len(self.savers)) as threads:
-            return list(threads.map(act, self.savers))
+        return on_ranks(len(self.savers), lambda rank: act(self.savers[rank]))
 
 
 def set_state(state: State, iteration: int) -> None:

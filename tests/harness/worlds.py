@@ -8,12 +8,14 @@ all threads run at once, on all cores.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
+from unittest import mock
 
 from harness import tiers
-from harness.one_core import on_one_core
+from harness.rank_threads import on_one_core
+from megatron_zpp.comm import lanes
 from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld, _Round
 from megatron_zpp.comm.lanes import Hop, ThreadLanes
 from megatron_zpp.parallel.grid import Grid
@@ -77,8 +79,8 @@ class Barrier(threading.Barrier):
 class TurnLanes(ThreadLanes):
     """The lanes of the rank that makes them: their thread takes turns with the ranks."""
 
-    def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
-        super().__init__(pause)
+    def __init__(self, pause: Callable[[], None] = lambda: None, watch: Callable[[], None] = lambda: None) -> None:
+        super().__init__(pause, watch)
         self._turn: Turn | None = getattr(_of_thread, "turn", None)
 
     def submit(self, hop: Hop) -> None:
@@ -137,11 +139,10 @@ def run_world(
     limit_seconds: float = 120.0,
     *,
     takes_turns: bool = True,
-    on_all_cores: bool = False,
 ) -> list[Result]:
     """What `program` returns on each rank; ranks that wait for each other in vain end with a TimeoutError.
 
-    takes_turns: then lanes must be TurnLanes. on_all_cores: for ranks that take no turns, where a test looks for races.
+    Lanes of ranks that take turns are TurnLanes, as those that shard() makes here.
     """
     tiers.require("virtual")
     grid = shape if isinstance(shape, Grid) else Grid.of_nodes(*shape)
@@ -150,10 +151,16 @@ def run_world(
     watch.daemon = True
     watch.start()
     try:
-        with nullcontext() if on_all_cores else on_one_core():
+        with _in_turns() if takes_turns else nullcontext():
             return cast(list[Result], world.run(program))
     finally:
         watch.cancel()
+
+
+@contextmanager
+def _in_turns() -> Iterator[None]:
+    with on_one_core(), mock.patch.object(lanes, "ThreadLanes", TurnLanes):
+        yield
 
 
 def _give_up(world: VirtualWorld) -> None:

@@ -49,7 +49,7 @@ def test_with_random_pauses_all_ranks_of_a_group_make_the_same_calls_in_forward_
         rank.train()
         return counted.calls, counted.exchanges
 
-    calls, exchanges = zip(*run_world(grid, program, takes_turns=False, on_all_cores=True), strict=True)
+    calls, exchanges = zip(*run_world(grid, program, takes_turns=False), strict=True)
     for rank in range(grid.world_size):
         assert exchanges[rank] == exchanges[grid.members(Link.CONTEXT, rank)[0]]
         assert calls[rank] == calls[grid.members(Link.TENSOR, rank)[0]]

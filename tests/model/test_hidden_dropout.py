@@ -63,9 +63,7 @@ def history_of(
     world: tuple[int, int], micro_batch_size: int, stage: int, *, takes_turns: bool = True, **changes: Any
 ) -> tuple[list[float], list[float]]:
     """Losses of the global batch and gradient norms, per step."""
-    histories = run_world(
-        world, lambda backend: trained(backend, micro_batch_size, stage, **changes), takes_turns=takes_turns, on_all_cores=not takes_turns
-    )
+    histories = run_world(world, lambda backend: trained(backend, micro_batch_size, stage, **changes), takes_turns=takes_turns)
     losses = [sum(loss for loss, _ in of_ranks) / len(of_ranks) for of_ranks in zip(*histories, strict=True)]
     return losses, [norm for _, norm in histories[0]]
 

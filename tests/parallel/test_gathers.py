@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.rank_pool import RankPool
+from harness.rank_threads import on_ranks
 from torch import Tensor
 
 from megatron_zpp.comm.backend import TorchBackend
@@ -90,10 +90,9 @@ def gather_everywhere(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> Messages:
     monkeypatch.setattr(module.dist, "broadcast", lambda tensor, source, group: group.broadcast(tensor, source))
     monkeypatch.setattr(module.dist, "new_group", lambda ranks, **others: ranks)
     messages = Messages()
-    with ThreadPoolExecutor(grid.world_size) as pool:
-        own = [torch.tensor([rank, 0.5], dtype=torch.float64) for rank in range(grid.world_size)]
-        found = pool.map(lambda rank: gather_levels(own[rank], groups_of(grid, rank, messages)), range(grid.world_size))
-        assert all(torch.equal(rows, torch.stack(own)) for rows in found)
+    own = [torch.tensor([rank, 0.5], dtype=torch.float64) for rank in range(grid.world_size)]
+    found = on_ranks(grid.world_size, lambda rank: gather_levels(own[rank], groups_of(grid, rank, messages)))
+    assert all(torch.equal(rows, torch.stack(own)) for rows in found)
     return messages
 
 

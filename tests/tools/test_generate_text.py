@@ -2,7 +2,6 @@
 
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ import generate_text
 import pytest
 import torch
 from generate_text import load_model, open_checkpoint, until_end
+from harness.rank_threads import on_ranks
 from harness.run_state import run_state
 from harness.small_gpt import VOCAB, small_config, small_gpt
 from harness.small_state import Gathering
@@ -49,8 +49,7 @@ def write_checkpoint(directory: Path, model: GPT, iteration: int = 7, data: Data
     flags = {"model": asdict(model.config), "data": asdict(data), "padded_vocab_size": model.padded_vocab_size}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     manifest = Manifest(iteration, 0, shapes, {"weight": "F32"}, run_state(0), flags, {}, {})
-    with ThreadPoolExecutor(RANKS) as threads:
-        list(threads.map(lambda saver: saver.save(manifest), savers))
+    on_ranks(RANKS, lambda rank: savers[rank].save(manifest))
     return iteration_folder(directory, iteration)
 
 

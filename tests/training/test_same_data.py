@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from harness.rank_threads import on_ranks
 from harness.small_state import Gathering
 from harness.tiny_corpus import write_corpus
 
@@ -29,8 +29,7 @@ def refusals(*of_ranks: Data) -> list[str]:
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(of_ranks)) as threads:
-        return list(threads.map(refusal, range(len(of_ranks))))
+    return on_ranks(len(of_ranks), refusal)
 
 
 def test_copies_of_the_same_corpora_under_other_names_are_the_same_data(tmp_path: Path) -> None:

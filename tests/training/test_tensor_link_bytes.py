@@ -97,7 +97,7 @@ def calls_with_pauses(flags: str, steps: int, backend: VirtualBackend) -> list[t
 
 def check_lists(flags: str, steps: int, limit_seconds: float = 120.0) -> None:
     grid = Grid.of_nodes(2, 4, 2)
-    calls = run_world(grid, partial(calls_with_pauses, flags, steps), limit_seconds, takes_turns=False, on_all_cores=True)
+    calls = run_world(grid, partial(calls_with_pauses, flags, steps), limit_seconds, takes_turns=False)
     assert all(calls[rank] == calls[grid.rank_of(grid.data_rank_of(rank), 0)] for rank in range(grid.world_size))
     assert len(calls[0]) >= steps * 10
 

@@ -307,7 +307,7 @@ def trained_sharded(
         engine.close()
         return history
 
-    first, second = run_world(shape, program, takes_turns=False)
+    first, second = run_world(shape, program)
     assert first == second
     return first
 
@@ -451,7 +451,7 @@ def in_two_ranks(check: Callable[[nn.Sequential, ZeroEngine], None], prefetch: P
     def program(backend: VirtualBackend) -> None:
         check(models[backend.rank], shard(models[backend.rank], UNITS[:2], replace(OPTIONS, prefetch=prefetch), backend=backend))
 
-    run_world((1, RANKS), program, takes_turns=False)
+    run_world((1, RANKS), program)
 
 
 @pytest.mark.virtual

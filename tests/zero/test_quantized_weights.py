@@ -145,12 +145,7 @@ def test_bits_do_not_depend_on_how_far_ahead_units_climb(row: str) -> None:
 @pytest.mark.parametrize("row", ["stage 1", "stage 3", "stage 3, hpZ"])
 def test_bits_do_not_depend_on_random_delays_of_single_ranks(row: str) -> None:
     job = Job(ROWS[row], torch.bfloat16, UNEQUAL, steps=2, microbatches=2)
-    delayed = run_world(
-        (2, 2),
-        lambda backend: Rank(job, backend, RecordingLanes(random_pauses(backend.rank))).train(),
-        takes_turns=False,
-        on_all_cores=True,
-    )
+    delayed = run_world((2, 2), lambda backend: Rank(job, backend, RecordingLanes(random_pauses(backend.rank))).train(), takes_turns=False)
     assert delayed == train_world((2, 2), job)
 
 

@@ -86,7 +86,7 @@ def test_an_update_after_ranks_have_used_weights_of_other_units_is_refused_on_ev
             assert torch.equal(weight, before[name])
         return str(refused.value)
 
-    first, second = run_world((1, 2), program, takes_turns=False)
+    first, second = run_world((1, 2), program)
     assert first == second
     assert first.startswith(
         "ranks 0 and 1 made different calls: after 3 messages over the intra link since the last step, rank 0 asked for the weights of "
@@ -134,7 +134,7 @@ def test_a_backward_through_units_that_were_called_in_another_order_is_refused()
         with pytest.raises(RuntimeError, match=rf"{(2, 1)[backend.rank]} is called in another order than that of `units`"):
             engine.backward(hidden.square().mean())
 
-    run_world((1, 2), program, takes_turns=False)
+    run_world((1, 2), program)
 
 
 @pytest.mark.parametrize("gradients", [True, False], ids=["training", "evaluation"])
@@ -148,7 +148,7 @@ def test_a_forward_in_another_order_than_that_of_the_units_is_refused(gradients:
         with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError, match=r"1 is called in another order than that of `units`"):
             model(sample(0))
 
-    run_world((1, 2), program, takes_turns=False)
+    run_world((1, 2), program)
 
 
 # ---- several open forwards
@@ -185,7 +185,7 @@ def test_gradients_of_several_open_forwards_are_those_of_plain_torch(case: str, 
             engine.backward(loss, microbatches=len(parts), is_last_microbatch=index == len(parts) - 1)
         return engine.step(1e-2).grad_norm
 
-    first, second = run_world((2, 1), program, 5.0, takes_turns=False)
+    first, second = run_world((2, 1), program, 5.0)
     norm = norm_of(torch.stack([torch.stack(of_forwards(plain, rank)).mean() for rank in range(2)]).mean(), plain)
     assert first == second == pytest.approx(norm, rel=2e-5)
 
@@ -235,7 +235,7 @@ def test_a_forward_may_call_all_units_twice(gradients: bool) -> None:
         return engine.step(1e-2).grad_norm
 
     loss = torch.stack([plain(sample(rank)).square().mean() for rank in range(2)]).mean()
-    assert run_world((2, 1), program, 5.0, takes_turns=False) == [pytest.approx(norm_of(loss, plain), rel=2e-5)] * 2
+    assert run_world((2, 1), program, 5.0) == [pytest.approx(norm_of(loss, plain), rel=2e-5)] * 2
 
 
 @pytest.mark.parametrize("by_unit", [True, False], ids=["unit by unit", "as a module"])
@@ -261,7 +261,7 @@ def test_after_a_forward_that_raised_the_next_one_is_right(stops_at: int, evalua
         return engine.step(1e-2).grad_norm
 
     loss = torch.stack([plain(sample(rank)).square().mean() for rank in range(2)]).mean()
-    assert run_world((2, 1), program, 5.0, takes_turns=False) == [pytest.approx(norm_of(loss, plain), rel=2e-5)] * 2
+    assert run_world((2, 1), program, 5.0) == [pytest.approx(norm_of(loss, plain), rel=2e-5)] * 2
 
 
 REFUSING = {

@@ -60,7 +60,7 @@ def trained(
 def trained_in_world(
     make: Callable[[], nn.Module], policy: Policy, shape: tuple[int, int], loss: Loss = loss_of_share
 ) -> tuple[History, dict[str, Tensor]]:
-    first, *others = run_world(shape, lambda backend: trained(made(make), UNITS[make], policy, backend, loss), takes_turns=False)
+    first, *others = run_world(shape, lambda backend: trained(made(make), UNITS[make], policy, backend, loss))
     assert all(history == first[0] for history, _ in others)
     return first
 
@@ -165,7 +165,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("units", [["first", "middle"], ["middle"]], ids=["with a unit", "in the whole module"])
 def test_a_weight_that_the_whole_module_shares_is_trained_once(units: list[str], row: str) -> None:
     expected, _ = trained_plainly(Tied, STEPS)
-    found = run_world((2, 1), lambda backend: trained(made(Tied), units, EXACT[row], backend)[0], takes_turns=False)
+    found = run_world((2, 1), lambda backend: trained(made(Tied), units, EXACT[row], backend)[0])
     check(found[0], expected, within=2e-5)
 
 
@@ -197,7 +197,7 @@ def test_an_input_that_requires_gradients_gets_them_through_frozen_units(row: st
         return loss
 
     expected = gradient(made(FrozenBelow), Tensor.backward)
-    for found in run_world((2, 1), program, takes_turns=False):
+    for found in run_world((2, 1), program):
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-8)
 
 
@@ -232,7 +232,7 @@ def test_ranks_that_leave_out_some_frozen_units_do_not_wait_for_each_other_where
         plain.append(images.grad)
         norms.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     mean = torch.cat([(one + other).flatten() / 2 for one, other in zip(*norms, strict=True)]).norm().item()
-    for (gradient, norm), expected in zip(run_world((2, 1), program, takes_turns=False), plain, strict=True):
+    for (gradient, norm), expected in zip(run_world((2, 1), program), plain, strict=True):
         assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-8)
         assert norm == pytest.approx(mean, rel=2e-5)
 
@@ -275,7 +275,7 @@ def test_ranks_may_leave_out_all_units_in_one_of_two_forwards_that_a_loss_joins(
     plain = trained_head()
     ((joined(plain, 0) + joined(plain, 1)) / 2).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in plain.head.parameters()]).norm().item()  # type: ignore[union-attr]
-    assert run_world((2, 1), program, takes_turns=False) == [pytest.approx(expected, rel=2e-5)] * 2
+    assert run_world((2, 1), program) == [pytest.approx(expected, rel=2e-5)] * 2
 
 
 # ---- what is kept and sent
@@ -327,7 +327,7 @@ def test_frozen_units_send_no_gradients_and_their_weights_only_to_rungs_that_are
         return [(ledger.inter_node_bytes(traffic), traffic.intra_bytes) for traffic in steps]
 
     expected = step_bytes(features, frozen_below_units(), grid, microbatches=1, element_bytes=4)
-    for found in run_world(shape, program, takes_turns=False):
+    for found in run_world(shape, program):
         assert found == [expected] * (STEPS - 1)
 
 
@@ -369,7 +369,7 @@ def test_frozen_weights_rest_in_the_type_that_they_had(row: str) -> None:
         engine.close()
         return dtypes, weights, loss.item()
 
-    dtypes, weights, loss = run_world((2, 2), program, takes_turns=False)[0]
+    dtypes, weights, loss = run_world((2, 2), program)[0]
     assert dtypes == [torch.bfloat16, torch.bfloat16, *[torch.float32] * 4]
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     check_what_has_changed(weights, half_frozen())
@@ -414,7 +414,7 @@ def test_ranks_that_freeze_other_parameters_are_refused() -> None:
         with pytest.raises(UserError, match="arguments of shard.*of ranks .1. differ"):
             shard(model, UNITS[vit], OPTIONS, backend=backend)
 
-    run_world((1, 2), program, takes_turns=False)
+    run_world((1, 2), program)
 
 
 class OwnWeight(ViT):
@@ -502,5 +502,5 @@ def test_after_an_error_in_forward_on_all_ranks_the_engine_goes_on(row: str, wit
         model.__class__ = Failing
         return model
 
-    found = run_world((2, 1), lambda backend: trained(failing(), UNITS[vit], EXACT[row], backend, loss)[0], takes_turns=False)
+    found = run_world((2, 1), lambda backend: trained(failing(), UNITS[vit], EXACT[row], backend, loss)[0])
     check(found[0], trained_plainly(vit, STEPS)[0], within=2e-5)

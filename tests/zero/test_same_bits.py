@@ -108,12 +108,7 @@ def test_bits_do_not_depend_on_how_far_ahead_climbs_are_submitted(row: str, micr
 def test_bits_do_not_depend_on_random_delays_of_single_ranks_with_units_of_unequal_size(row: str) -> None:
     is_recomputed = row in ("stage 1", "secondary row")
     job = Job(ROWS[row], shape=dataclasses.replace(UNEQUAL, is_recomputed=is_recomputed, chunk=2), microbatches=2, steps=2)
-    delayed = run_world(
-        (2, 2),
-        lambda backend: Rank(job, backend, RecordingLanes(random_pauses(backend.rank))).train(),
-        takes_turns=False,
-        on_all_cores=True,
-    )
+    delayed = run_world((2, 2), lambda backend: Rank(job, backend, RecordingLanes(random_pauses(backend.rank))).train(), takes_turns=False)
     assert delayed == train_world((2, 2), job)
 
 

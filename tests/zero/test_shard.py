@@ -92,7 +92,7 @@ def test_a_module_through_the_door_has_the_bits_of_an_engine_made_by_hand(shape:
         return history
 
     for policy in (*POLICIES.values(), ZEROPP):
-        found = run_world(shape, lambda backend: program(backend, policy), takes_turns=False)  # noqa: B023
+        found = run_world(shape, lambda backend: program(backend, policy))  # noqa: B023
         assert found == train_world(shape, Job(policy))
 
 
@@ -138,7 +138,7 @@ def test_shared_parameters_have_the_same_bits_in_all_stages(partition_ranks: int
         return found
 
     grid = Grid(4, ranks_per_node=2, partition_ranks=partition_ranks)
-    rows = [run_world(grid, lambda backend: program(backend, policy), takes_turns=False) for policy in POLICIES.values()]  # noqa: B023
+    rows = [run_world(grid, lambda backend: program(backend, policy)) for policy in POLICIES.values()]  # noqa: B023
     assert rows[0] == rows[1] == rows[2] == rows[3]
 
 
@@ -158,7 +158,7 @@ def test_full_weights_are_the_first_values_until_a_step_changes_them(stage: int)
         engine.close()
         return are_first and changed
 
-    assert all(run_world((2, 2), program, takes_turns=False))
+    assert all(run_world((2, 2), program))
 
 
 @pytest.mark.virtual
@@ -172,7 +172,7 @@ def test_a_module_on_the_meta_device_gets_the_values_of_its_initializer() -> Non
         engine.close()
         return len(found) == 5 and all(found.values())
 
-    assert all(run_world((1, 3), program, takes_turns=False))
+    assert all(run_world((1, 3), program))
 
 
 @pytest.mark.virtual
@@ -228,7 +228,7 @@ def test_padding_of_gradients_is_zero_with_a_codec_of_ones_own_that_mixes_neighb
         engine.close()
         return found
 
-    paddings = [padding for of_rank in run_world((2, 1), program, takes_turns=False) for padding in of_rank]
+    paddings = [padding for of_rank in run_world((2, 1), program) for padding in of_rank]
     assert paddings and not any(padding.any() for padding in paddings)
 
 
@@ -345,7 +345,7 @@ def test_bad_input_of_one_rank_is_refused_on_every_rank(
                 shard(module(), units, **arguments, backend=backend)
         return str(refused.value)
 
-    good, bad = run_world((1, 2), program, takes_turns=False)
+    good, bad = run_world((1, 2), program)
     assert all(word in bad for word in words), bad
     assert good == f"{bad} (on rank 1)"
 
@@ -358,7 +358,7 @@ def test_bad_first_values_of_one_rank_are_refused_on_every_rank() -> None:
             shard(on_meta(), ALL, backend=backend, initialize=lambda path, shape: torch.zeros(shape[0] + extra, *shape[1:]))
         return str(refused.value)
 
-    good, bad = run_world((1, 2), program, takes_turns=False)
+    good, bad = run_world((1, 2), program)
     assert bad == "initialize gave [14, 12] values for parameter embedding.weight, which has [13, 12]"
     assert good == f"{bad} (on rank 1)"
 
@@ -372,7 +372,7 @@ def test_a_bug_in_a_programs_own_first_values_keeps_its_error_and_ends_the_other
             shard(on_meta(), ALL, backend=backend, initialize=lambda path, shape: torch.full(shape, values[backend.rank]))
         return str(refused.value)
 
-    assert run_world((1, 2), program, takes_turns=False) == ["KeyError(1) (on rank 1)", "1"]
+    assert run_world((1, 2), program) == ["KeyError(1) (on rank 1)", "1"]
 
 
 @pytest.mark.virtual
@@ -388,7 +388,7 @@ def test_ranks_that_differ_are_refused_alike(differ: str) -> None:
             shard(model, ALL, options, backend=backend)
         return str(refused.value)
 
-    (error,) = set(run_world((1, 3), program, takes_turns=False))
+    (error,) = set(run_world((1, 3), program))
     assert all(word in error for word in (differ, "ranks [2]", "rank 0"))
 
 
@@ -507,7 +507,7 @@ def test_options_that_differ_between_ranks_are_refused_and_the_modules_stay_as_t
             shard(model, ALL, **differing(backend.rank, what), backend=backend)
         return all(one is other for one, other in zip(before, model.parameters(), strict=True))
 
-    assert run_world((1, 2), program, takes_turns=False) == [True, True]
+    assert run_world((1, 2), program) == [True, True]
 
 
 def one_layer() -> tuple[nn.Module, ZeroEngine]:
@@ -585,7 +585,7 @@ def test_an_engine_that_is_not_closed_is_freed_with_its_module() -> None:
         engine.links.lanes.drain()
         engines.append(weakref.ref(engine))
 
-    run_world((1, 2), program, takes_turns=False)
+    run_world((1, 2), program)
     gc.collect()
     assert [engine() for engine in engines] == [None, None]
 

@@ -88,7 +88,7 @@ def test_bits_depend_on_neither_prefetch_nor_delays_of_single_ranks(row: str) ->
     expected = trained(grid, job, groups)
     if row == "hpZ":  # in stage 0 nothing climbs
         assert same_bits(trained(grid, dataclasses.replace(job, prefetch=Prefetch(0, 0)), groups), expected)
-    assert run_world(grid, delayed, takes_turns=False, on_all_cores=True) == expected.histories
+    assert run_world(grid, delayed, takes_turns=False) == expected.histories
 
 
 STOCHASTIC = LinkBits(4, 4).codes(CodeOptions(is_rotated=True, is_stochastic=True))

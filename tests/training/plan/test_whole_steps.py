@@ -144,7 +144,7 @@ def test_any_module_of_shard_is_planned_by_its_record() -> None:
 
             return held_in_steps(live, engine, accumulate, lambda: engine.update(1e-3), engine.close)
 
-    held = run_world(grid, program, takes_turns=False)  # lanes that shard() makes take no turns
+    held = run_world(grid, program)
     with torch.device("meta"):
         module, tokens = Odd(), torch.zeros(8, 32, dtype=torch.int64)
     plan = plan_of(module, UNITS, None, lambda name, shape: torch.empty(shape, device="meta"))
