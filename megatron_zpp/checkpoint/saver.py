@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -217,7 +218,8 @@ class CheckpointSaver:
         self.finish()
         final = iteration_folder(self.directory, manifest.iteration)
         token = self._create_folder(final)
-        save = _Save(manifest, staged_folder(final, Stage.UNFINISHED, token), token, _Watched(self._disk.firsts_in_background))
+        held = deepcopy(manifest)  # it is written when training has gone on, and what it was made of has changed
+        save = _Save(held, staged_folder(final, Stage.UNFINISHED, token), token, _Watched(self._disk.firsts_in_background))
         self._save, self._is_reported = save, False
         if self._snapshot is not None:
             self._snapshot.begin()

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,19 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(tmp_path: Path, 
     disk = SlowDisk(monkeypatch)
     state = state_at(1)
     ranks = Ranks(tmp_path, state, options=IN_BACKGROUND)
-    ranks.save(1)
+    counts = {"norm.weight": 1}
+    manifest = manifest_at(1)
+    manifest = replace(manifest, run={**manifest.run, "optimizer_steps": 1, "unused_steps": counts})
+    ranks.on_each(lambda saver: saver.save(manifest))
     set_state(state, 2)  # training continues
+    counts["norm.weight"] = 2
     assert complete_iterations(tmp_path) == [] and not (tmp_path / LATEST_FILE).exists()
     assert ranks.on_each(lambda saver: saver.check()) == [None, None]
     disk.released.set()
     first, other = ranks.on_each(lambda saver: saver.finish())
     assert isinstance(first, SavedCheckpoint) and first.iteration == 1 and other is None
     check_holds(tmp_path / "iter_0000001", 1)
+    assert read_manifest(tmp_path / "iter_0000001").run["unused_steps"] == {"norm.weight": 1}
 
 
 def test_saving_in_the_background_returns_before_the_state_is_copied_and_the_next_update_waits_for_the_copy(
