@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ORIGIN = ("command", "machine", "versions", "date")
+SEPARATOR = "; "  # of processors, where results are from several machines
 
 
 def processor() -> str:
@@ -43,15 +44,25 @@ def origin(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def origin_with(stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The origin of results to which another command adds: all commands, and the rest of `own`. stored: results with an origin, or none."""
+    """The origin of results to which another command adds: all commands and processors, and the rest of `own`.
+
+    stored: results with an origin, or none.
+    """
     together = list(dict.fromkeys([*commands_of(stored), *commands_of(own)]))
-    return {**own, "command": together[0] if len(together) == 1 else together}
+    processors = dict.fromkeys([*_processors_of(stored), *_processors_of(own)])
+    machine = {**own["machine"], "processor": SEPARATOR.join(processors)}
+    return {**own, "command": together[0] if len(together) == 1 else together, "machine": machine}
 
 
 def commands_of(results: Mapping[str, Any]) -> list[str]:
     """The commands that made results; none of results without an origin."""
     commands = results.get("command", [])
     return [commands] if isinstance(commands, str) else list(commands)
+
+
+def _processors_of(results: Mapping[str, Any]) -> list[str]:
+    """The processors of the machines that made results."""
+    return str(results["machine"]["processor"]).split(SEPARATOR) if "machine" in results else []
 
 
 def machine_text(results: Mapping[str, Any]) -> str:

@@ -364,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "minutes_to_loss": lambda: time_report.minutes_to_loss(findings()),
     "loss_by_tokens": lambda: time_report.loss_by_tokens(findings()),
     "step_seconds": lambda: time_report.step_seconds(findings()),
+    "whole_runs": lambda: time_report.whole_runs(findings()),
     "loss": partial(losses, "loss_parity"),
     "loss_islands": partial(losses, "loss_islands"),
     "loss_wide": partial(losses, "loss_parity_wide"),

@@ -59,10 +59,13 @@ def test_a_program_writes_the_origin_that_files_of_results_must_have() -> None:
     assert f"torch {made['versions']['torch']}" in machine_text(made)
 
 
-def test_results_that_two_commands_made_have_both() -> None:
-    once = origin_with({}, {"command": "a", "date": "1"})
-    assert once == origin_with(once, once) == {"command": "a", "date": "1"}
-    assert origin_with(once, {"command": "b", "date": "2"}) == {"command": ["a", "b"], "date": "2"}
+def test_results_that_two_commands_made_on_two_machines_have_both() -> None:
+    first = {"command": "a", "machine": {"processor": "Xeon", "cores": 2}, "date": "1"}
+    once = origin_with({}, first)
+    assert once == origin_with(once, once) == first
+    both = origin_with(once, {"command": "b", "machine": {"processor": "EPYC", "cores": 4}, "date": "2"})
+    assert both == {"command": ["a", "b"], "machine": {"processor": "Xeon; EPYC", "cores": 4}, "date": "2"}
+    assert origin_with(both, first)["machine"]["processor"] == "Xeon; EPYC"
 
 
 def test_no_kernel_spills_registers() -> None:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.pure
 
 WORLD = Workload(2, 1, SMOKE_MODEL, micro_batch_size=4)
 TEN, H16, LARGE = Rate.parse("10mbit"), "islands, H = 16", f"{LEAN}, 8 x the batch"
-ORIGIN = {"command": "none", "machine": {}, "versions": {}, "date": "2026-11-28"}
+ORIGIN = {"command": "none", "machine": {"processor": "any"}, "versions": {}, "date": "2026-11-28"}
 SUBJECT = {"nodes": 2, "ranks_per_node": 1, "model": SMOKE_MODEL, "samples_per_rank": 4}
 
 
