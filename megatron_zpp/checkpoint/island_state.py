@@ -47,6 +47,7 @@ class IslandState(EngineState):
 
     def manifest(self, progress: Progress, flags: Mapping[str, Any], *, with_moments: bool) -> Manifest:
         outer, engine = self._outer, self.engine
+        outer.check_stepped()
         outer.check_open()  # waits for what crosses: it changes the outer weights
         manifest = super().manifest(progress, flags, with_moments=with_moments)
         manifest = replace(manifest, topology={**manifest.topology, "world_size": outer.islands * engine.world_size})

@@ -80,7 +80,8 @@ def save(
     keep_last: how many of the latest checkpoints stay, 1 or more; by default all.
     with_frozen: whether frozen parameters are saved as well. A checkpoint without them is loaded where they have their values already.
     outer: the outer steps of islands, which save as one: what they share, and the inner weights and moments of each.
-    Raises UserError (CheckpointError if files are the reason) on every rank, and nothing is lost: the engine can go on.
+    Raises UserError (CheckpointError if files are the reason) on every rank, and nothing is lost: the engine can go on. Raises RuntimeError
+    between a step of the engine and that of `outer`.
     """
     ranks, device = _ranks(engine, outer), engine.device
     engine.check_open()
@@ -167,10 +168,10 @@ def load(
         From another number of islands each takes the mean of their inner weights and moments, and so does an engine without `outer`. From a
         checkpoint of no islands each takes its weights and moments, and starts without outer momentum.
     Raises UserError (CheckpointError if files are the reason) on every rank. After an error in the values of a file the weights are those
-    of no step, and nothing else has changed: load another checkpoint.
+    of no step, and nothing else has changed: load another checkpoint. Raises RuntimeError within a step.
     """
     ranks, device, state = _ranks(engine, outer), engine.device, state_of(engine, outer)
-    engine.check_open()
+    engine.check_between_steps()  # gradients of other weights would go into the next update
     with raising_alike(ranks, device):
         wanted = None if step is None else _checked_count("step", step, 0)
     with ExitStack() as stack:

@@ -198,11 +198,11 @@ def default_outer_lr(period: int) -> float:
     return min(LARGEST_OUTER_LR, period * OUTER_LR_OF_AN_ITERATION)
 
 
-def warmup_iterations(config: Config, batches: BatchSchedule) -> int:
-    """The iterations of the warmup of the learning rate, in a resolved configuration."""
+def warmup_iterations(config: Config, batches: BatchSchedule, consumed_samples: int = 0) -> int:
+    """The iterations after so many samples until the warmup of the learning rate is over, in a resolved configuration."""
     warmup = horizons(config.optimizer, config.training, config.sample_lengths).warmup_samples
-    whole = batches.iterations_within(int(warmup))
-    return whole + (batches.samples_after(whole) < warmup)
+    whole = batches.iterations_within(int(warmup), consumed_samples)
+    return whole + (batches.samples_after(whole, consumed_samples) < warmup)
 
 
 def _position_embedding_type(config: Config) -> str:

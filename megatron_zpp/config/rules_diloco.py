@@ -23,7 +23,7 @@ def check_resolved(config: Config, ranks: RankCounts) -> None:
     if not config.diloco.has_islands:
         return
     check_inner_optimizer(config, ranks)
-    if any(config.value_of(name) != WORKING_DTYPE_BITS for name in CODED):
+    if config.diloco.diloco_islands > 1 and any(config.value_of(name) != WORKING_DTYPE_BITS for name in CODED):
         check_codes(config, ranks)
 
 

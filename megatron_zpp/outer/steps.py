@@ -190,6 +190,11 @@ class OuterSteps:
         for unit in self._units_at(self._late):
             self._book(unit.wait())
 
+    def check_stepped(self) -> None:
+        """Raises RuntimeError if the last step of the engine has had no exchange yet: a run that is resumed would leave it out."""
+        if self._exchanged != self.engine.iteration:
+            raise RuntimeError(f"step {self.engine.iteration} has had no exchange; call the step() of the outer steps before a save")
+
     def _check_between_steps(self) -> None:
         if self._is_closed:
             raise RuntimeError("the outer steps are closed")

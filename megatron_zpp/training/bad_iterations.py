@@ -58,7 +58,7 @@ class BadIterations:
         if not self.weights_are_from_before:
             return "nothing is saved, because one of them has changed the weights: continue from an earlier checkpoint"
         if engine.is_joined:
-            return "nothing is saved, because other islands have gone on meanwhile: continue from an earlier checkpoint"
+            return "nothing is saved, because outer steps have gone on meanwhile: continue from an earlier checkpoint"
         if config.checkpoint.save is None:
             return "nothing is saved without --save"
         engine.loss_scaler.load_state(self.scaler_before)

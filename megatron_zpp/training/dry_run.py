@@ -48,7 +48,7 @@ def described_plan(given: Config, launch: Launch) -> str:
     stored = find_stored_run(config.checkpoint)
     if stored is not None:
         config, world = _resolved(replace(given, earlier_samples=stored.earlier_samples), launch)
-    config, about_rules = with_kept_rules(config, stored)
+    config, about_rules = with_kept_rules(with_schedule(config, stored), stored)
     vocab_size = tokenizer_of_run(config).vocab_size
     padded_vocab_size = embedding_rows(config.model, vocab_size)
     start, data = _start(config, grid_of(config, world.size), padded_vocab_size, stored), _data(config)
@@ -204,7 +204,6 @@ def _start(config: Config, grid: Grid, padded_vocab_size: int, stored: StoredRun
         check_may_begin_anew(checkpoint)
         check_batches(config, running_schedule(config, sample_groups), 0)
         return "anew, there is no checkpoint yet"
-    with_schedule(config, stored)
     stored.check_contents(config, shape_of(config, padded_vocab_size).unit_specs())
     check_batches(config, running_schedule(config, sample_groups), stored.consumed_samples)
     return "; ".join([f"from {stored.folder}", *stored.notices(config), *order_notices(config, stored)])
@@ -265,15 +264,17 @@ def _time(given: Config, plan: RunPlan, world: PlannedWorld) -> str:
     flops_per_second = assumed.teraflops * TERA
     if world.nodes > 1 and assumed.inter_gigabits is None:
         seconds = plan.step.flops / flops_per_second
-        return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
+        return f"{_speed(plan, world, seconds, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
 
     def machine_at(gigabits: float) -> Machine:
         intra, milliseconds = assumed.intra_gigabytes, assumed.inter_milliseconds
         return planned_machine(gigabits, intra, flops_per_second, is_on_gpu=world.is_on_gpu, inter_milliseconds=milliseconds)
 
-    time = plan.time(machine_at(assumed.inter_gigabits or float("inf")))  # one node has no such link
+    machine = machine_at(assumed.inter_gigabits or float("inf"))  # one node has no such link
+    time = plan.time(machine)
     busy = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.busy.items())
-    return f"{_speed(plan, world, time.seconds)}; busy are {busy}{_without_islands(given, plan, world, machine_at)}"
+    speed = _speed(plan, world, time.seconds, plan.time_of_means(machine).seconds)
+    return f"{speed}; busy are {busy}{_without_islands(given, plan, world, machine_at)}"
 
 
 def _without_islands(given: Config, plan: RunPlan, world: PlannedWorld, machine_at: Callable[[float], Machine]) -> str:
@@ -287,14 +288,18 @@ def _without_islands(given: Config, plan: RunPlan, world: PlannedWorld, machine_
     return f"; from about {rounded(rate, 2)} Gbit/s on a run without islands ({other.flags}) is as fast, and learns more per token"
 
 
-def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:
-    tokens = plan.config.training.global_batch_size * plan.config.model.seq_length
-    whole = _all_tokens(plan.config) / tokens * seconds
+def _speed(plan: RunPlan, world: PlannedWorld, seconds: float, seconds_of_means: float) -> str:
+    """seconds_of_means: of an iteration after which islands take means."""
+    iterations = _all_tokens(plan.config) / (plan.config.training.global_batch_size * plan.config.model.seq_length)
+    start = plan.config.diloco.diloco_start_iteration or 0
+    whole = iterations * seconds + min(start, iterations) * (seconds_of_means - seconds)
+    at_first = f" ({seconds_of_means:.4g} s in each until iteration {start})" if start else ""
     length = f"{whole / SECONDS_PER_DAY:.4g} days" if whole > SECONDS_PER_DAY else f"{whole:.4g} s"
     speed, share = tokens_per_second(plan, seconds), mfu(plan, seconds)
     of_peak = "" if share is None else f", MFU {share:.1%} of {plan.config.logging.device_peak_tflops:g} TFLOP/s"
     return (
-        f"{seconds:.4g} s per iteration, {length} in all, {rounded(speed)} tokens per second ({rounded(speed / world.size)} per rank), "
+        f"{seconds:.4g} s per iteration{at_first}, {length} in all, "
+        f"{rounded(speed)} tokens per second ({rounded(speed / world.size)} per rank), "
         f"{model_teraflops(plan, seconds):.4g} TFLOP/s per rank (model){of_peak}"
     )
 

@@ -206,4 +206,4 @@ def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
 def _can_offload(config: Config) -> bool:
     """Whether the run could have --optimizer-cpu-offload, and has not."""
     has_owners = config.zero.zero_stage > 0 and config.optimizer.optimizer_backend == "torch"
-    return has_owners and not config.zero.optimizer_cpu_offload and not config.diloco.has_islands
+    return has_owners and not config.zero.optimizer_cpu_offload

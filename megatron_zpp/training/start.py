@@ -69,6 +69,7 @@ FLAGS_OF_A_CONTINUED_RUN = (
     "diloco_outer_bits",
     "diloco_difference_bits",
     "diloco_all_at_once",
+    "diloco_overlap_steps",
 )
 VALUES_OF_ISLANDS = ("diloco_start_iteration", "diloco_outer_lr")  # they are None in a run without islands
 

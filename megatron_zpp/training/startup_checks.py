@@ -38,20 +38,19 @@ GPU_FILES, HIDDEN_GPUS = "nvidia[0-9]*", ("", "-1", "NoDevFiles")  # in /dev; va
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx_ne_convert")  # as Linux names them
 # cuBLAS promises reproducible results for these values.
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
-FOLDERS_OF_CHECKPOINTS = ("save", "load", "pretrained_checkpoint")  # ranks ask each other what is in them
 OR_OF_NODES = ", or --node-local-checkpoints, with which each node saves on its own disk"
-# Paths may be spelled differently on different machines.
-FLAGS_THAT_MAY_DIFFER = {option.name for option in options() if option.flag.unit == "path"}
+# They may be spelled differently on different machines. Where one is given ranks ask each other more, so all have it or none.
+PATHS = {option.name for option in options() if option.flag.unit == "path"}
 
 
 def check_same_flags(config: Config, world: World) -> None:
-    """Raises StartupError on every rank if ranks were started with different flags or versions, and names them. Ignores paths.
+    """Raises StartupError on every rank if ranks were started with different flags or versions, and names them.
 
-    Every rank must call it. Builds of one version of torch, such as those for other versions of CUDA, are not told apart.
+    Of paths only whether they are given must be the same. Every rank must call it. Builds of one version of torch, such as those for other
+    versions of CUDA, are not told apart.
     """
-    own = {name: value for name, value in arguments(config).items() if name not in FLAGS_THAT_MAY_DIFFER}
+    own = {**arguments(config), **{name: "given" if config.value_of(name) else "not given" for name in PATHS}}
     own["data_path"] = _describe_blends(config)
-    own.update({name: "given" if getattr(config.checkpoint, name) is not None else "not given" for name in FOLDERS_OF_CHECKPOINTS})
     own[VERSIONS] = f"megatron_zpp {__version__} with torch {torch.__version__.partition('+')[0]}"
     by_rank = [json.loads(text) for text in world.gather_texts(json.dumps(own))]
     names = dict.fromkeys(name for theirs in by_rank for name in theirs)  # another version has other flags

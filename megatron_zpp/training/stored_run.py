@@ -176,16 +176,17 @@ WEIGHT_DECAY_FLAGS = {
 def with_schedule(config: Config, stored: StoredRun | None) -> Config:
     """The configuration with the checkpoint's schedule if --use-checkpoint-opt-param-scheduler is given, otherwise with its own.
 
+    Outer steps begin where the warmup of this schedule ends, unless a flag says where.
     Raises CheckpointError if a resumed run has another schedule and no flag says which of the two to use.
     """
     if stored is None or stored.weights_only or config.training.skip_train:
         return config
     theirs = stored.manifest.flags
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
-        return _with_stored_schedule(config, theirs)
+        return _with_outer_start(_with_stored_schedule(config, theirs), stored)
     differing = list(schedule_differences(config, theirs))
     if not differing or config.checkpoint.override_opt_param_scheduler:
-        return config
+        return _with_outer_start(config, stored)
     raise CheckpointError(
         f"{stored.folder} was saved with another schedule: {'; '.join(differing)}{_about_batch(config, theirs)}; give the same flags, or "
         "--override-opt-param-scheduler to use the flags' schedule, or --use-checkpoint-opt-param-scheduler to use the checkpoint's"
@@ -279,7 +280,16 @@ def _with_stored_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
         end_weight_decay=weight_decays.end,
         weight_decay_incr_samples=_incr_samples(weight_decays, config.sample_lengths),
     )
-    config = replace(config, optimizer=optimizer)
-    if not config.diloco.has_islands or "diloco_start_iteration" in config.given:
+    return replace(config, optimizer=optimizer)
+
+
+def _with_outer_start(config: Config, stored: StoredRun) -> Config:
+    """The configuration in which outer steps begin where the warmup of a run that goes on from `stored` ends, unless a flag says where.
+
+    By the flags alone it would end after other iterations if batches had another size before.
+    """
+    by_flags, iteration = config.diloco.diloco_start_iteration, stored.manifest.iteration
+    if by_flags is None or "diloco_start_iteration" in config.given:
         return config
-    return config.with_values(diloco_start_iteration=warmup_iterations(config, batch_schedule(config.training, config.sample_lengths)))
+    left = warmup_iterations(config, batch_schedule(config.training, config.sample_lengths), stored.consumed_samples)
+    return config.with_values(diloco_start_iteration=iteration + left if left else min(by_flags, iteration))

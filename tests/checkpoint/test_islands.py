@@ -389,6 +389,21 @@ def test_joined_engines_save_and_load_as_one_and_not_while_they_show_outer_weigh
     run_islands(2, 2, program)
 
 
+def test_a_step_without_its_exchange_is_not_saved(tmp_path: Path) -> None:
+    def program(member: Member) -> tuple[Tensor, ...]:
+        steps(member, 0, 1)
+        member.train(1)
+        with pytest.raises(RuntimeError, match="step 2 has had no exchange; call the step.* of the outer steps before a save"):
+            save(member.engine, tmp_path, outer=member.outer)
+        member.outer.step()
+        save(member.engine, tmp_path, outer=member.outer)
+        return state(member)
+
+    expected = run_islands(2, 2, program, BF16, LATE)
+    for own, other in zip(loaded(tmp_path, 2, 2), expected, strict=True):
+        assert torch.equal(own[1], other[1])
+
+
 def test_what_is_due_at_the_moment_of_a_save_is_not_exchanged_again_after_a_load(tmp_path: Path) -> None:
     def saving(member: Member) -> None:
         steps(member, 0, 8)

@@ -419,6 +419,23 @@ def test_a_closed_engine_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
             call(engine, tmp_path)
 
 
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_load_within_a_step_is_refused_and_the_step_goes_on(with_optimizer: bool, tmp_path: Path) -> None:
+    """Else gradients of the weights from before would go into the first update."""
+    histories = []
+    for loads in (False, True):
+        engine = sharded(vit)
+        save(engine, tmp_path)
+        loss = loss_of(engine.module, 0, engine.rank, engine.world_size)
+        engine.backward(loss)
+        if loads:
+            with pytest.raises(RuntimeError, match="gradients have come that no update has used; call engine.step"):
+                load(engine, tmp_path, with_optimizer=with_optimizer)
+        histories.append((engine.step(RATE).grad_norm, *trained(engine, range(1, 2))))
+        engine.close()
+    assert histories[0] == histories[1]
+
+
 def test_a_buffer_of_another_shape_is_named(tmp_path: Path) -> None:
     engine = sharded(vit)
     save(engine, tmp_path)

@@ -91,6 +91,10 @@ def test_what_does_not_go_with_islands_is_refused_in_one_sentence(flags: str, wo
     assert str(found.value) == words
 
 
+def test_one_island_alone_has_no_codes_whose_blocks_must_fit() -> None:
+    assert run_of("--diloco-sync-period 8 --diloco-islands 1 --quantization-block-size 64").diloco.diloco_islands == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -207,6 +207,24 @@ def test_time_on_islands_is_that_of_all_ranks_with_the_rate_at_which_they_gain_n
     assert "without islands" not in parts_of(f"{flags} 1 --inter-milliseconds 1e5")["time"]  # no rate makes up for so long a way
 
 
+def test_the_whole_time_on_islands_has_the_iterations_that_take_means() -> None:
+    flags = f"{ISLANDS} --teraflops 1 --inter-gigabits 0.01 --train-iters 40"
+
+    def seconds(more: str) -> tuple[float, float, float]:
+        """Of an iteration, of one that takes means, and of all."""
+        pattern = r"^(\S+) s per iteration(?: \((\S+) s in each until iteration \d+\))?, (\S+) s in all"
+        found = re.search(pattern, parts_of(f"{flags} {more}")["time"])
+        assert found is not None
+        return float(found[1]), float(found[2] or 0), float(found[3])
+
+    of_period, _, all_of_periods = seconds("")
+    of_means, _, _ = seconds("--diloco-sync-period 1")  # sends as much in every iteration
+    assert of_means > 2 * of_period and all_of_periods == pytest.approx(40 * of_period, rel=1e-3)
+    assert seconds("--diloco-start-iteration 5") == pytest.approx((of_period, of_means, 35 * of_period + 5 * of_means), rel=1e-3)
+    assert seconds("--diloco-start-iteration 90") == pytest.approx((of_period, of_means, 40 * of_means), rel=1e-3)
+    assert seconds("--diloco-start-iteration 5 --diloco-overlap-steps 1")[1] == pytest.approx(of_means, rel=1e-3)
+
+
 def test_a_run_on_islands_is_told_that_its_link_has_no_rate() -> None:
     assert "without the link between nodes" in parts_of(f"{ISLANDS} --teraflops 10")["time"]
 

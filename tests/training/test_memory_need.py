@@ -416,7 +416,13 @@ def test_the_smallest_world_of_islands_gives_each_of_them_more_nodes() -> None:
     assert int(words[2]) == nodes // 2 and text.startswith("each of the 8 ranks needs ")
     totals = [Run(f"{flags} --diloco-islands 2", count, 4).need().total for count in (nodes - 2, nodes)]
     assert totals[1] <= 60 * GIB < totals[0]
-    assert "--optimizer-cpu-offload" not in text
+
+
+def test_an_optimizer_on_the_host_is_a_lever_of_islands_if_it_fits() -> None:
+    flags = f"{TUTORIAL} {ISLANDS}"
+    offloaded = Run(f"{flags} --optimizer-cpu-offload", 2, 4).need().total
+    assert "give --optimizer-cpu-offload" in Run(flags, 2, 4).refusal(offloaded)
+    assert "--optimizer-cpu-offload" not in Run(flags, 2, 4).refusal(offloaded - 2**20)
 
 
 def test_fewer_islands_in_the_same_world_are_a_lever_if_they_fit() -> None:

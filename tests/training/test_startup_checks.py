@@ -34,9 +34,10 @@ def test_available_memory_is_the_least_of_all_ranks_and_of_a_gpu_what_is_left_af
         (["versions"], {"lr": 7}, "different versions: megatron_zpp .* with torch .* on rank 0 and unknown on rank 1; install"),
         (["lr"], {}, "different flags: --lr None on rank 0 and unknown on rank 1; give"),
         ([], {"load": "given"}, "different flags: --load not given on rank 0 and given on rank 1; give"),
+        ([], {"tensorboard_dir": "given"}, "different flags: --tensorboard-dir not given on rank 0 and given on rank 1; give"),
         ([], {"new_flag": 3}, "different flags: --new-flag unknown on rank 0 and 3 on rank 1; give"),
     ],
-    ids=["another version", "no version", "a flag less", "a folder on one rank alone", "a flag more"],
+    ids=["another version", "no version", "a flag less", "a folder on one rank alone", "points on one rank alone", "a flag more"],
 )
 def test_a_rank_of_another_version_or_with_other_flags_is_named_on_every_rank(missing: list[str], more: dict[str, Any], words: str) -> None:
     def gathered(own: str) -> list[str]:
@@ -45,6 +46,15 @@ def test_a_rank_of_another_version_or_with_other_flags_is_named_on_every_rank(mi
 
     with pytest.raises(StartupError, match=words):
         startup_checks.check_same_flags(Config(), cast(World, SimpleNamespace(gather_texts=gathered)))
+
+
+def test_ranks_may_spell_paths_otherwise() -> None:
+    def gathered(own: str) -> list[str]:
+        assert "/on/this/machine" not in own
+        return [own, own]
+
+    config = Config().with_values(save="/on/this/machine", tensorboard_dir="/on/this/machine", data_path=("/on/this/machine",))
+    startup_checks.check_same_flags(config, cast(World, SimpleNamespace(gather_texts=gathered)))
 
 
 @pytest.mark.parametrize(

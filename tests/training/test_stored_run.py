@@ -13,7 +13,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.training.stored_run import StoredRun
+from megatron_zpp.training.stored_run import StoredRun, with_schedule
 from megatron_zpp.zero.policy import KEPT_WEIGHT
 
 FOLDER = Path("saved/iter_0000003")
@@ -67,6 +67,28 @@ def test_a_run_without_its_optimizer_state_is_refused() -> None:
     manifest = replace(manifest_of_run(config, 128), states={"weight": "F32"})
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
         StoredRun.of(config.checkpoint, FOLDER, manifest).check_contents(config, ModelShape(config.model, 128).unit_specs())
+
+
+@pytest.mark.parametrize(
+    ("flags", "batch", "saved_at", "start"),
+    [
+        ("", 4, 20, 50),
+        ("", 8, 20, 20 + 40),  # 320 of 400 samples are left
+        ("", 2, 20, 20 + 10),
+        ("", 2, 30, 30),  # it is over
+        ("", 2, 60, 50),
+        ("--diloco-start-iteration 25", 8, 20, 25),
+        ("--finetune", 8, 20, 50),
+    ],
+)
+def test_outer_steps_of_a_resumed_run_begin_where_its_warmup_ends(flags: str, batch: int, saved_at: int, start: int) -> None:
+    """The run before had batches of 4 samples."""
+    schedule = "--train-iters 10000 --lr-warmup-iters 50 --override-opt-param-scheduler"
+    islands = f"--load saved {schedule} --diloco-sync-period 16 --global-batch-size"
+    manifest = manifest_of_run(config_of(f"{islands} 4"), 128, saved_at, 4 * saved_at)
+    config = config_of(f"{islands} {batch} {flags}")
+    found = with_schedule(config, StoredRun.of(config.checkpoint, FOLDER, manifest))
+    assert found.diloco.diloco_start_iteration == start
 
 
 DIFFERENCES = "--load saved --bf16 --zero-stage 2 --ranks-per-node 1 --zero-quantized-weight-differences"

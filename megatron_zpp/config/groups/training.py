@@ -87,8 +87,8 @@ class TrainingConfig:
     kill_switch_file: str | None = flag(None, help="Save and exit at the first step at which this file exists for rank 0.", unit="path")
     max_consecutive_bad_iterations: int = flag(
         100,
-        help="After this many steps in a row with a NaN or infinite loss or gradient, save the state from before them and end with an "
-        "error; 0 never ends the run.",
+        help="After this many steps in a row with a NaN or infinite loss or gradient, save the state from before them (islands do not) "
+        "and end with an error; 0 never ends the run.",
         unit="iterations",
         allowed=COUNT,
     )

@@ -47,6 +47,11 @@ class OuterPlan:
         return max((units[-MOST_UNDER_WAY:] for units in self.due), key=lambda late: sum(self.numels[unit] for unit in late))
 
     @property
+    def of_means(self) -> OuterPlan:
+        """The same of the iterations after which all units take means."""
+        return replace(self, options=replace(self.options, period=1, overlap_steps=0))
+
+    @property
     def average_bytes(self) -> float:
         """Bytes that enter a node from other islands, per iteration."""
         return sum(self.node_bytes) / self.options.period
