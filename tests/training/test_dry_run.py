@@ -425,7 +425,7 @@ def test_a_tokenizer_that_the_checkpoint_names_and_that_is_not_there_is_said_to_
     manifest = manifest_of_run(stored_config(), 104)
     manifest.flags["data"].update(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model="gone.model")
     write_manifest(tmp_path / "saved", manifest)
-    flags = f"--mock-data --load {tmp_path / 'saved'} --use-checkpoint-args"
+    flags = f"--mock-data --load {tmp_path / 'saved'} --use-checkpoint-args --override-opt-param-scheduler"
     with pytest.raises(UserError, match=r"--tokenizer-model gone\.model .*\(--tokenizer-model is from .*iter_0000003"):
         described_plan(with_checkpoint_args(parse_flags(f"{RUN} {flags}".split())), ALONE)
 
