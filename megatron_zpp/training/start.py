@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_schedule import check_batches
-from megatron_zpp.config.schema import GROUP_OF_FIELD, CheckpointConfig, Config
+from megatron_zpp.config.schema import GROUP_OF_FIELD, CheckpointConfig, Config, DilocoConfig
 from megatron_zpp.monitor.jsonl import has_earlier_lines
 from megatron_zpp.parallel.initialize import StartupError, World
 from megatron_zpp.parallel.launch import Launch
@@ -62,14 +62,9 @@ FLAGS_OF_A_CONTINUED_RUN = (
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
-    "diloco_sync_period",
-    "diloco_start_iteration",
-    "diloco_outer_lr",
-    "diloco_outer_momentum",
-    "diloco_outer_bits",
-    "diloco_difference_bits",
-    "diloco_all_at_once",
-    "diloco_overlap_steps",
+    "fp16",
+    "bf16",
+    *(member.name for member in fields(DilocoConfig) if member.name != "diloco_islands"),  # StoredRun has a notice about these
 )
 VALUES_OF_ISLANDS = ("diloco_start_iteration", "diloco_outer_lr")  # they are None in a run without islands
 

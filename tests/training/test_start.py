@@ -17,13 +17,27 @@ from megatron_zpp.checkpoint.manifest import MARKER_FILE
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.training.start import ResumeSource, describe_start, find_resume_source
+from megatron_zpp.training.start import ResumeSource, describe_start, find_resume_source, flags_that_differ
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 5 --mock-data "
 
 
 def said(flags: str, progress: Progress, shape: str = SHAPE) -> str:
     return describe_start(resolve(parse_flags((shape + flags).split()), 1, None), ResumeSource(None, None), progress)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        ("--bf16", "", ["--bf16 True there and False here"]),
+        ("--diloco-sync-period 8", "--diloco-sync-period 8 --diloco-overlap-steps 1", ["--diloco-overlap-steps 0 there and 1 here"]),
+        ("--diloco-sync-period 8", "", ["--diloco-sync-period 8 there and None here"]),
+        ("--diloco-sync-period 8", "--diloco-sync-period 8 --zero-stage 1", []),
+    ],
+)
+def test_a_run_that_goes_on_names_other_values_of_flags_that_decide_its_numbers(there: str, here: str, words: list[str]) -> None:
+    then, now = (resolve(parse_flags((SHAPE + flags).split()), 1, None) for flags in (there, here))
+    assert flags_that_differ(now, manifest_of_run(then, 128).flags) == words
 
 
 @pytest.mark.parametrize("flags", ["", "--save {}", "--load {}"])
