@@ -150,7 +150,8 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         check_kill_switch(config.training, launch.rank)
         startup_checks.check_backends(config, world.device)
         config = start.with_earlier_samples(config, given, source.stored, launch)
-        config, about_rules = with_kept_rules(with_schedule(config, source.stored), source.stored)
+        sample_groups = sample_groups_of(config, links.grid)
+        config, about_rules = with_kept_rules(with_schedule(config, source.stored, sample_groups), source.stored)
         vocabulary = setup.build_vocabulary(config)
         model = setup.build_model(config, vocabulary.padded_size, source.stored, links)
     startup_checks.check_memory(config, vocabulary.padded_size, links.grid, world, memory)
@@ -174,7 +175,7 @@ def train(config: Config, given: Config, launch: Launch, world: World, save_lock
         with world.agreement():
             # With --node-local-checkpoints ranks wait for each other here: whatever is wrong before that is so on every rank.
             progress = start.load_progress(config, state_of(engine, outer), source)
-            config = start.with_remaining_batches(config, progress, sample_groups_of(config, links.grid))
+            config = start.with_remaining_batches(config, progress, sample_groups)
         here = reading_of_run(config, vocabulary, datasets, progress.consumed_samples)
         about_data: list[str] = []
         if source.stored is not None:

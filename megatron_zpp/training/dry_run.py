@@ -48,10 +48,11 @@ def described_plan(given: Config, launch: Launch) -> str:
     stored = find_stored_run(config.checkpoint)
     if stored is not None:
         config, world = _resolved(replace(given, earlier_samples=stored.earlier_samples), launch)
-    config, about_rules = with_kept_rules(with_schedule(config, stored), stored)
+    grid = grid_of(config, world.size)
+    config, about_rules = with_kept_rules(with_schedule(config, stored, sample_groups_of(config, grid)), stored)
     vocab_size = tokenizer_of_run(config).vocab_size
     padded_vocab_size = embedding_rows(config.model, vocab_size)
-    start, data = _start(config, grid_of(config, world.size), padded_vocab_size, stored), _data(config)
+    start, data = _start(config, grid, padded_vocab_size, stored), _data(config)
     plan = _planned(config, world, padded_vocab_size)
     parts = {
         "parameters": model_in_words(plan, vocab_size),

@@ -12,7 +12,7 @@ from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.contents import check_model, check_moments, rotation_differences
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
+from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.defaults import warmup_iterations
 from megatron_zpp.config.flag import LARGEST_LENGTH
@@ -173,20 +173,20 @@ WEIGHT_DECAY_FLAGS = {
 }
 
 
-def with_schedule(config: Config, stored: StoredRun | None) -> Config:
+def with_schedule(config: Config, stored: StoredRun | None, sample_groups: int) -> Config:
     """The configuration with the checkpoint's schedule if --use-checkpoint-opt-param-scheduler is given, otherwise with its own.
 
-    Outer steps begin where the warmup of this schedule ends, unless a flag says where.
+    Outer steps begin where the warmup of this schedule ends, unless a flag says where. sample_groups: of ranks with samples of their own.
     Raises CheckpointError if a resumed run has another schedule and no flag says which of the two to use.
     """
     if stored is None or stored.weights_only or config.training.skip_train:
         return config
     theirs = stored.manifest.flags
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
-        return _with_outer_start(_with_stored_schedule(config, theirs), stored)
+        return _with_outer_start(_with_stored_schedule(config, theirs), stored, sample_groups)
     differing = list(schedule_differences(config, theirs))
     if not differing or config.checkpoint.override_opt_param_scheduler:
-        return _with_outer_start(config, stored)
+        return _with_outer_start(config, stored, sample_groups)
     raise CheckpointError(
         f"{stored.folder} was saved with another schedule: {'; '.join(differing)}{_about_batch(config, theirs)}; give the same flags, or "
         "--override-opt-param-scheduler to use the flags' schedule, or --use-checkpoint-opt-param-scheduler to use the checkpoint's"
@@ -283,7 +283,7 @@ def _with_stored_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
     return replace(config, optimizer=optimizer)
 
 
-def _with_outer_start(config: Config, stored: StoredRun) -> Config:
+def _with_outer_start(config: Config, stored: StoredRun, sample_groups: int) -> Config:
     """The configuration in which outer steps begin where the warmup of a run that goes on from `stored` ends, unless a flag says where.
 
     By the flags alone it would end after other iterations if batches had another size before.
@@ -291,5 +291,5 @@ def _with_outer_start(config: Config, stored: StoredRun) -> Config:
     by_flags, iteration = config.diloco.diloco_start_iteration, stored.manifest.iteration
     if by_flags is None or "diloco_start_iteration" in config.given:
         return config
-    left = warmup_iterations(config, batch_schedule(config.training, config.sample_lengths), stored.consumed_samples)
+    left = warmup_iterations(config, running_schedule(config, sample_groups), stored.consumed_samples)
     return config.with_values(diloco_start_iteration=iteration + left if left else min(by_flags, iteration))

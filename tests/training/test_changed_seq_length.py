@@ -37,7 +37,7 @@ def stored(flags: str) -> StoredRun:
 
 def resumed(flags: str, run: StoredRun) -> Config:
     given = parse_flags(f"{SHAPE} --global-batch-size 4 --seq-length 32 {flags}".split())
-    config = with_schedule(with_earlier_samples(resolve(given, 1, 1), given, run, Launch(0, 1, 0, 1)), run)
+    config = with_schedule(with_earlier_samples(resolve(given, 1, 1), given, run, Launch(0, 1, 0, 1)), run, 1)
     return with_remaining_batches(config, run.progress(0), 1)
 
 

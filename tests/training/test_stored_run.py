@@ -9,6 +9,7 @@ import pytest
 from harness.stored_manifest import manifest_of_run
 
 from megatron_zpp.checkpoint.manifest import CheckpointError
+from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
@@ -87,8 +88,26 @@ def test_outer_steps_of_a_resumed_run_begin_where_its_warmup_ends(flags: str, ba
     islands = f"--load saved {schedule} --diloco-sync-period 16 --global-batch-size"
     manifest = manifest_of_run(config_of(f"{islands} 4"), 128, saved_at, 4 * saved_at)
     config = config_of(f"{islands} {batch} {flags}")
-    found = with_schedule(config, StoredRun.of(config.checkpoint, FOLDER, manifest))
+    found = with_schedule(config, StoredRun.of(config.checkpoint, FOLDER, manifest), 1)
     assert found.diloco.diloco_start_iteration == start
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        "--global-batch-size 8",
+        "--global-batch-size 10 --micro-batch-size 4 --decrease-batch-size-if-needed",
+        "--global-batch-size 32 --rampup-batch-size 4 4 600",
+        "--global-batch-size 8 --lr-warmup-iters 0 --lr-warmup-fraction 0.0101",
+    ],
+)
+def test_outer_steps_begin_where_they_would_have_begun_without_an_interruption(batches: str) -> None:
+    config = config_of(f"--load saved --train-iters 10000 --lr-warmup-iters 50 --diloco-sync-period 16 {batches}")
+    schedule = running_schedule(config, 1)
+    for saved_at in (1, 10, 49, 50, 200):
+        manifest = manifest_of_run(config, 128, saved_at, schedule.samples_after(saved_at))
+        found = with_schedule(config, StoredRun.of(config.checkpoint, FOLDER, manifest), 1)
+        assert found.diloco.diloco_start_iteration == config.diloco.diloco_start_iteration
 
 
 DIFFERENCES = "--load saved --bf16 --zero-stage 2 --ranks-per-node 1 --zero-quantized-weight-differences"
