@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -78,8 +78,16 @@ def loss_at(curve: Curve, step: float) -> float | None:
 
 def step_with(curve: Curve, loss: float) -> float | None:
     """The step after which a run has a loss for the first time, on straight lines between evaluations; None if it never has."""
-    points = list(zip(curve.steps, curve.losses, strict=True))
-    for (before, higher), (step, lower) in pairwise(points):
+    return _first_with(loss, curve.losses, curve.steps)
+
+
+def seconds_with(curve: Curve, loss: float) -> float | None:
+    """The seconds of training after which a run has a loss for the first time, as it took them."""
+    return _first_with(loss, curve.losses, curve.seconds)
+
+
+def _first_with(loss: float, losses: Sequence[float], places: Sequence[float]) -> float | None:
+    for (before, higher), (place, lower) in pairwise(zip(places, losses, strict=True)):
         if lower <= loss:
-            return step - (step - before) * (loss - lower) / (higher - lower)
+            return place - (place - before) * (loss - lower) / (higher - lower)
     return None

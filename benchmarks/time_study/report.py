@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from benchmarks.report import in_table
 from benchmarks.slow_links.configurations import LEAN
-from benchmarks.time_study.analysis import Findings, loss_at, step_with
+from benchmarks.time_study.analysis import Findings, loss_at, seconds_with, step_with
 from benchmarks.time_study.settings import SETTINGS
 from testbed.rates import Rate
 
@@ -43,12 +45,15 @@ def step_seconds(found: Findings) -> str:
 
 
 def whole_runs(found: Findings) -> str:
-    """Whole runs over a limited link, beside what steps and their time give."""
-    rows = []
-    for curve, composed in found.whole_runs():
-        measured, words = curve.seconds[-1], Rate.parse(curve.rate).in_words
-        rows.append([curve.setting, words, str(curve.steps[-1]), f"{measured / 60:.1f}", f"{composed / 60:.1f}", f"{curve.losses[-1]:.3f}"])
-    return in_table(["whole run", "link", "steps", "minutes", "steps x seconds of a step, minutes", "loss"], rows, words=2)
+    """Whole runs over a limited link, beside what steps and their time give, and when they had the lowest loss that all of them have."""
+    runs, rows = list(found.whole_runs()), []
+    target = max((min(curve.losses) for curve, _ in runs), default=math.nan)
+    for curve, composed in runs:
+        seconds = [curve.seconds[-1], composed, seconds_with(curve, target)]
+        minutes = ["-" if one is None else f"{one / 60:.1f}" for one in seconds]
+        rows.append([curve.setting, Rate.parse(curve.rate).in_words, str(curve.steps[-1]), *minutes, f"{curve.losses[-1]:.3f}"])
+    header = ["whole run", "link", "steps", "minutes", "steps x seconds of a step, minutes", f"minutes to a loss of {target:.3f}", "loss"]
+    return in_table(header, rows, words=2)
 
 
 TABLES = (loss_by_tokens, minutes_to_loss, step_seconds, whole_runs)

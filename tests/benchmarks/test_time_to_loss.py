@@ -110,7 +110,10 @@ def test_the_tables_are_those_of_each_settings_best_rate(tmp_path: Path) -> None
         f"| {H16} | 0.001 | - | - | 2.500 | 1.500 |",
     ]
     assert step_seconds(found).splitlines()[-1] == f"| {H16} | 1.00 | 1.50 |"
-    assert whole_runs(found).splitlines()[2:] == ["| lean | 10 Mbit/s | 32 | 5.5 | 5.3 | 2.000 |"]
+    found.record.add_curve(Curve(H16, 1e-3, "10mbit", [0, 32, 64], [4.0, 2.5, 1.5], [0.0, 180.0, 240.0]))
+    header, _, *rows = whole_runs(found).splitlines()
+    assert header.endswith(" | minutes to a loss of 2.000 | loss |")
+    assert rows == ["| lean | 10 Mbit/s | 32 | 5.5 | 5.3 | 5.5 | 2.000 |", f"| {H16} | 10 Mbit/s | 64 | 4.0 | 4.0 | 3.5 | 1.500 |"]
 
 
 def test_an_incomplete_record_has_tables_of_what_is_there(tmp_path: Path) -> None:
