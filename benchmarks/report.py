@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ORIGIN = ("command", "machine", "versions", "date")
-SEPARATOR = "; "  # of processors, where results are from several machines
+SEPARATOR = " or "  # of processors, where results are from several machines
 
 
 def processor() -> str:

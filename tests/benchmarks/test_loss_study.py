@@ -202,7 +202,7 @@ def test_a_table_and_a_picture_come_from_stored_outcomes(tmp_path: Path) -> None
 
 
 def made(name: str) -> dict[str, object]:
-    return {"command": f"python -m benchmarks.{name}", "date": "2026-01-01"}
+    return {"command": f"python -m benchmarks.{name}", "machine": {"processor": "any"}, "date": "2026-01-01"}
 
 
 def test_outcomes_are_kept_and_those_of_other_flags_refused(tmp_path: Path) -> None:
