@@ -62,6 +62,9 @@ FLAGS_OF_A_CONTINUED_RUN = (
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
+    "zero_quantized_weights",
+    "zero_quantized_weight_differences",
+    "zero_quantized_gradients",
     "fp16",
     "bf16",
     *(member.name for member in fields(DilocoConfig) if member.name != "diloco_islands"),  # StoredRun has a notice about these

@@ -30,6 +30,7 @@ def said(flags: str, progress: Progress, shape: str = SHAPE) -> str:
     ("there", "here", "words"),
     [
         ("--bf16", "", ["--bf16 True there and False here"]),
+        ("--zero-stage 3 --zero-quantized-gradients", "--zero-stage 3", ["--zero-quantized-gradients True there and False here"]),
         ("--diloco-sync-period 8", "--diloco-sync-period 8 --diloco-overlap-steps 1", ["--diloco-overlap-steps 0 there and 1 here"]),
         ("--diloco-sync-period 8", "", ["--diloco-sync-period 8 there and None here"]),
         ("--diloco-sync-period 8", "--diloco-sync-period 8 --zero-stage 1", []),
