@@ -265,7 +265,7 @@ def _time(given: Config, plan: RunPlan, world: PlannedWorld) -> str:
     flops_per_second = assumed.teraflops * TERA
     if world.nodes > 1 and assumed.inter_gigabits is None:
         seconds = plan.step.flops / flops_per_second
-        return f"{_speed(plan, world, seconds, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
+        return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
 
     def machine_at(gigabits: float) -> Machine:
         intra, milliseconds = assumed.intra_gigabytes, assumed.inter_milliseconds
@@ -274,7 +274,8 @@ def _time(given: Config, plan: RunPlan, world: PlannedWorld) -> str:
     machine = machine_at(assumed.inter_gigabits or float("inf"))  # one node has no such link
     time = plan.time(machine)
     busy = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.busy.items())
-    speed = _speed(plan, world, time.seconds, plan.time_of_means(machine).seconds)
+    start = plan.config.diloco.diloco_start_iteration
+    speed = _speed(plan, world, time.seconds, plan.time(machine, takes_means=True).seconds if start else None)
     return f"{speed}; busy are {busy}{_without_islands(given, plan, world, machine_at)}"
 
 
@@ -289,12 +290,14 @@ def _without_islands(given: Config, plan: RunPlan, world: PlannedWorld, machine_
     return f"; from about {rounded(rate, 2)} Gbit/s on a run without islands ({other.flags}) is as fast, and learns more per token"
 
 
-def _speed(plan: RunPlan, world: PlannedWorld, seconds: float, seconds_of_means: float) -> str:
-    """seconds_of_means: of an iteration after which islands take means."""
+def _speed(plan: RunPlan, world: PlannedWorld, seconds: float, seconds_of_means: float | None = None) -> str:
+    """seconds_of_means: of an iteration after which islands take means; None if none does, or links take no time."""
     iterations = _all_tokens(plan.config) / (plan.config.training.global_batch_size * plan.config.model.seq_length)
-    start = plan.config.diloco.diloco_start_iteration or 0
-    whole = iterations * seconds + min(start, iterations) * (seconds_of_means - seconds)
-    at_first = f" ({seconds_of_means:.4g} s in each until iteration {start})" if start else ""
+    whole, at_first = iterations * seconds, ""
+    if seconds_of_means is not None:
+        start = plan.config.diloco.diloco_start_iteration or 0
+        whole += min(start, iterations) * (seconds_of_means - seconds)
+        at_first = f" ({seconds_of_means:.4g} s in each until iteration {start})"
     length = f"{whole / SECONDS_PER_DAY:.4g} days" if whole > SECONDS_PER_DAY else f"{whole:.4g} s"
     speed, share = tokens_per_second(plan, seconds), mfu(plan, seconds)
     of_peak = "" if share is None else f", MFU {share:.1%} of {plan.config.logging.device_peak_tflops:g} TFLOP/s"

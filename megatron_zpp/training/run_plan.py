@@ -120,17 +120,15 @@ class RunPlan:
     @property
     def mean_node_bytes(self) -> int:
         """The same of an iteration after which islands take means: until --diloco-start-iteration."""
-        return 0 if self.outer is None else self.outer.of_means.most_bytes
+        return 0 if self.outer is None else sum(self.outer.node_bytes)
 
-    def time(self, machine: Machine) -> StepTime:
-        """The time of a step on this machine, with outer steps the mean of a period in which no means are taken."""
+    def time(self, machine: Machine, *, takes_means: bool = False) -> StepTime:
+        """The time of a step on this machine; with outer steps the mean of a period in which islands take no means, or that with means."""
         time = step_time(self.step, self.grid, machine)
-        return time if self.outer is None else self.outer.added_to(time, machine, self.microbatches)
-
-    def time_of_means(self, machine: Machine) -> StepTime:
-        """The time of an iteration after which islands take means. Without outer steps there is none, and it is that of any."""
-        time = step_time(self.step, self.grid, machine)
-        return time if self.outer is None else self.outer.of_means.added_to(time, machine, self.microbatches)
+        if self.outer is None:
+            return time
+        outer = self.outer.of_means if takes_means else self.outer
+        return outer.added_to(time, machine, self.microbatches)
 
     def flops_per_second(self, seconds: float) -> float:
         """The rate of a rank if a step takes so long where links take no time, in operations that include repeated ones."""

@@ -183,14 +183,13 @@ def with_schedule(config: Config, stored: StoredRun | None, sample_groups: int) 
         return config
     theirs = stored.manifest.flags
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
-        return _with_outer_start(_with_stored_schedule(config, theirs), stored, sample_groups)
-    differing = list(schedule_differences(config, theirs))
-    if not differing or config.checkpoint.override_opt_param_scheduler:
-        return _with_outer_start(config, stored, sample_groups)
-    raise CheckpointError(
-        f"{stored.folder} was saved with another schedule: {'; '.join(differing)}{_about_batch(config, theirs)}; give the same flags, or "
-        "--override-opt-param-scheduler to use the flags' schedule, or --use-checkpoint-opt-param-scheduler to use the checkpoint's"
-    )
+        config = _with_stored_schedule(config, theirs)
+    elif not config.checkpoint.override_opt_param_scheduler and (differing := list(schedule_differences(config, theirs))):
+        raise CheckpointError(
+            f"{stored.folder} was saved with another schedule: {'; '.join(differing)}{_about_batch(config, theirs)}; give the same flags, "
+            "or --override-opt-param-scheduler to use the flags' schedule, or --use-checkpoint-opt-param-scheduler to use the checkpoint's"
+        )
+    return _with_outer_start(config, stored, sample_groups)
 
 
 def _about_batch(config: Config, theirs: Mapping[str, Any]) -> str:
