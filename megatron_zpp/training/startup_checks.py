@@ -49,7 +49,7 @@ def check_same_flags(config: Config, world: World) -> None:
     Of paths only whether they are given must be the same. Every rank must call it. Builds of one version of torch, such as those for other
     versions of CUDA, are not told apart.
     """
-    own = {**arguments(config), **{name: "given" if config.value_of(name) else "not given" for name in PATHS}}
+    own = {**arguments(config), **{name: "given" if name in config.given else "not given" for name in PATHS}}
     own["data_path"] = _describe_blends(config)
     own[VERSIONS] = f"megatron_zpp {__version__} with torch {torch.__version__.partition('+')[0]}"
     by_rank = [json.loads(text) for text in world.gather_texts(json.dumps(own))]

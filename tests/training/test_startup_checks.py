@@ -10,6 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.initialize import StartupError, World
 from megatron_zpp.system.user_error import UserError
@@ -50,10 +52,13 @@ def test_a_rank_of_another_version_or_with_other_flags_is_named_on_every_rank(mi
 
 def test_ranks_may_spell_paths_otherwise() -> None:
     def gathered(own: str) -> list[str]:
+        told = json.loads(own)
         assert "/on/this/machine" not in own
+        assert {name for name, value in told.items() if value == "given"} == {"save", "tensorboard_dir"}  # --profile-dir follows from it
         return [own, own]
 
-    config = Config().with_values(save="/on/this/machine", tensorboard_dir="/on/this/machine", data_path=("/on/this/machine",))
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --train-iters 1 --mock-data --save-interval 1"
+    config = resolve(parse_flags(f"{model} --save /on/this/machine --tensorboard-dir /on/this/machine".split()), 1, 1)
     startup_checks.check_same_flags(config, cast(World, SimpleNamespace(gather_texts=gathered)))
 
 
